@@ -179,7 +179,9 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
 
 
 def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
-    """Sends a tensor from its node to ``out`` on another one, where it arrives contiguous."""
+    """Sends a tensor from its node to ``out`` on another one, where it arrives contiguous. Raises RuntimeError for a
+    tensor that can't be copied."""
+    codec.check_copy(tensor.shape, tensor.dtype)
     source, ref = tensor._place, tensor._h.ref or materialise(tensor._h)
     session = session_of(place)
     transfer, channel = session.transfers.new(), 0

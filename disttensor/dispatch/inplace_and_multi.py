@@ -11,12 +11,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..proxy.meta import Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
 from ..runtime.node.geometry import expected
+from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from . import trial
 from .call_site import here
 from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan, holes_of
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
+#: The most bytes in a first call of a tensor, and more for each of its dims.
+_DESCRIBED, _PER_DIM = 36, 18
 
 
 def check_write(tensor: Any) -> None:
@@ -110,7 +113,10 @@ def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
-    """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write."""
+    """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write; of plain
+    ones for so many tensors that their geometry may not fit into a message: those are not compared."""
+    if sum(_DESCRIBED + _PER_DIM * len(m.shape) for m in (*made, *written)) > codec.MAX_MESSAGE // 2:
+        return c.Call
     kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
     gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)
     described = tuple(expected(m.shape, m.stride, m.offset, m.dtype, m.bits) for m in kinds)

@@ -107,9 +107,10 @@ class Transfers:
         it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
 
         ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left. Raises
-        NodeLost.
+        NodeLost, RuntimeError for a tensor that can't be copied.
         """
         self.link.check(place.outbox)
+        codec.check_copy(tensor.shape, tensor.dtype)
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
         size = tensor.numel() * tensor.element_size()

@@ -34,7 +34,18 @@ class _Endpoints:
     """The part of a session that has its endpoints."""
 
     def __init__(self) -> None:
-        self.all: list[Endpoint] = []
+        self.all: list[Endpoint] = []  #: those that are open
+        self._noted = False  #: the session closes them
+
+    def add(self, endpoint: Endpoint, session: Any) -> None:
+        if not self._noted:
+            self._noted = True
+            session.changes.callback(self.close)
+        self.all.append(endpoint)
+
+    def close(self) -> None:
+        for endpoint in reversed(self.all.copy()):
+            endpoint.close()
 
     def forked(self) -> None:
         for endpoint in self.all:
@@ -67,7 +78,7 @@ class Endpoint:
             connection_file: a file to write, which is removed at the end.
             interface: interfaces or addresses of this machine to listen on; without one, loopback.
             port: 0 is any that is free.
-            max_clients: how many may be connected at once.
+            max_clients: how many may be connected at once, with those that are gone and have left messages.
 
         Raises DisttensorError without a session and in a function on a node, StartError where there is such a file,
         BrokenError for a port that is taken, ValueError for an address that is not this machine's.
@@ -92,9 +103,8 @@ class Endpoint:
         self._count = 0
         self._over = False
         self._wires = Wires(self._heard, self._tunnel.arrivals, self._arrived)
-        part = session.part(_Endpoints)
-        part.all.append(self)
-        session.changes.callback(self.close)
+        self._part = session.part(_Endpoints)
+        self._part.add(self, session)
 
     def __repr__(self) -> str:
         state = "closed" if self._over else f"clients={sorted(self._clients)}"
@@ -168,10 +178,19 @@ class Endpoint:
                 except BrokenError as e:
                     gone.append(str(e))
                     self._clients.pop(client.id)
-            over = wires.wait(lambda: all(s.done or w.ended is not None or w.deaf for w, s in sent), timeout)
+
+            def slow() -> str:
+                return ", ".join(w.name for w, s in sent if not (s.done or w.ended is not None or w.deaf))
+
+            over = wires.wait(
+                lambda: all(s.done or w.ended is not None or w.deaf for w, s in sent),
+                timeout,
+                lambda: (
+                    f"a broadcast has not been taken by {slow()}, which reads nothing, or has too little time for it"
+                ),
+            )
             if not over:
-                slow = ", ".join(w.name for w, s in sent if not s.done)
-                raise TimeoutError(f"not taken for {timeout:g} s, and still on its way: {slow}")
+                raise TimeoutError(f"not taken for {timeout:g} s, and still on its way: {slow()}")
             gone += [f"{w.name} {w.ended or 'reads nothing more'}" for w, s in sent if not s.done and not w.closed]
         if gone:
             raise BrokenError("; ".join(gone))
@@ -187,6 +206,10 @@ class Endpoint:
         self._file.remove()
         self._wires.close()
         self._tunnel.close()
+        self._part.all.remove(self)
+        with self._wires.cond:  # what they have sent goes with it, but for clients that the script has in its hands
+            self._clients.clear()
+            self._silent.clear()
 
     def __enter__(self) -> Endpoint:
         return self
@@ -242,23 +265,33 @@ class Endpoint:
         hello, known = come.said, self._silent.pop(wire, None)
         if not isinstance(hello, Hello) or known is None:
             raise ProtocolError(f"a {type(hello).__name__} out of place")
-        for old in [c for c in self._clients.values() if c._wire.closed and not c._wire.inbox]:
-            del self._clients[old.id]
+        self._forget()
         why = ""
         if hello.version != frames.VERSION:
             why = f"it speaks version {hello.version} of these messages, and this job version {frames.VERSION}"
-        elif len(self._open()) >= self._max:
+        elif len(there := [c for c in self._clients.values() if not c.closed or c._wire.inbox]) >= self._max:
+            gone = sum(c.closed for c in there)
             why = f"there are {self._max} clients already (max_clients=)"
+            why += f", with {gone} that are gone and have left messages, which nobody has taken" if gone else ""
         if why:
             self._wires.queue(wire, [memoryview(frames.frame(Refused(why)))])
             wire.said_bye = wire.refused = True
             return
         id, tag = self._count, hello.tag
         self._count += 1
-        host, wire.admitted = printable(hello.host), True
+        host = printable(hello.host)
+        wire.admit()
         wire.name = f"client {id} ({f'tag {printable(tag)!r}, ' if tag else ''}host {host}, pid {hello.pid})"
         self._clients[id] = Connection(self._wires, wire, id, tag, known[0] or host)
         self._wires.queue(wire, [memoryview(frames.frame(Welcome(frames.VERSION, id)))])
+
+    def _forget(self) -> None:
+        """Drops clients that are gone and have left nothing: those that have closed, and of those that were killed, of
+        which nobody was told, the oldest."""
+        gone = [c for c in self._clients.values() if c._wire.ended is not None and not c._wire.inbox]
+        killed = [c for c in gone if not c._wire.closed]
+        for old in (*(c for c in gone if c._wire.closed), *killed[: max(0, len(killed) - self._max)]):
+            del self._clients[old.id]
 
     def _forked(self) -> None:
         if not self._over:

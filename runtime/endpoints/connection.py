@@ -74,7 +74,11 @@ class Connection:
             sending = wires.queue(wire, views)
             if wires.is_own_thread():
                 return  # which is to write it
-            over = wires.wait(lambda: sending.done or wire.ended is not None or (wire.deaf and wire.full), timeout)
+            over = wires.wait(
+                lambda: sending.done or wire.ended is not None or (wire.deaf and wire.full),
+                timeout,
+                lambda: f"{wire.name} has not taken a message; it reads nothing, or has too little time for it",
+            )
             if not over:
                 raise TimeoutError(f"{wire.name} has not taken a message for {timeout:g} s; it is still on its way")
             if not sending.done:
@@ -173,7 +177,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
         if answers or not isinstance(come.said, Welcome | Refused):
             raise ProtocolError(f"a {type(come.said).__name__} out of place")
         answers.append(come.said)
-        wire.admitted = True
+        wire.admit()
 
     wires = Wires(heard)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -13,24 +13,27 @@ from ..protocol import values
 from ..protocol.arguments import Message
 from ..protocol.dtypes import IDS
 from ..protocol.errors import UNDECODABLE, ProtocolError
+from ..protocol.shared_objects import MAX_SIZE, MAX_TENSOR_DIMS, MAX_WORDS
 from ..shared.values import bytes_of, check_filled, decode_plain, empty, encode_plain, fetched, nbytes_of
 
 #: The version of these messages.
 VERSION = 1
 #: The most bytes of a head: of plain data, and what stands around it.
 MAX_HEAD = values.MAX_DATA + (1 << 20)
+#: The most bytes of the head of a program's first message, which nobody knows yet.
+MAX_FIRST = 4096
 #: The most bytes of the tensors of a message, and the most tensors.
 MAX_BYTES, MAX_TENSORS = 8 << 30, 4096
 
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
-_Words = Annotated[str, Meta(max_length=300)]
+_Size = Annotated[int, Meta(ge=0, lt=MAX_SIZE)]
+_Words = Annotated[str, Meta(max_length=MAX_WORDS)]
 
 
 class Shape(Message, frozen=True):
     """A tensor, whose bytes follow."""
 
     dtype: int
-    sizes: Annotated[tuple[_Size, ...], Meta(max_length=64)]
+    sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSOR_DIMS)]
 
 
 class Hello(Message, frozen=True, tag=1):
@@ -77,7 +80,8 @@ class Come(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        data = len(self.said.data) if isinstance(self.said, Value) else 0
+        """The bytes of memory that its value takes, about. Raises ProtocolError."""
+        data = values.weight(self.said.data, self.tensors) if isinstance(self.said, Value) else 0
         return data + sum(x.nbytes + 64 for x in self.tensors) + 512
 
 
@@ -121,7 +125,8 @@ class Reader:
     A message that says that it is larger than any is refused before there is memory for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_HEAD) -> None:
+        self.most = most  #: bytes of a head; it may be raised between two messages
         self._steps = self._messages()
         self._done: Come | None = None
         self._room = next(self._steps)
@@ -138,13 +143,19 @@ class Reader:
         done, self._done = self._done, None
         return done
 
-    def _messages(self) -> Iterator[memoryview]:
+    def close(self) -> None:
+        """Drops what was read of a message that does not end."""
+        self._room = memoryview(b"")
+        self._steps.close()
+        self._done = None
+
+    def _messages(self) -> Generator[memoryview]:
         while True:
             length = bytearray(4)
             yield memoryview(length)
             size = int.from_bytes(length, "big")
-            if not 0 < size <= MAX_HEAD:
-                raise ProtocolError(f"a head of {size} bytes, and the most is {MAX_HEAD}")
+            if not 0 < size <= self.most:
+                raise ProtocolError(f"a head of {size} bytes, and the most is {self.most}")
             body = bytearray(size)
             yield memoryview(body)
             said, tensors = decode_head(body), []

@@ -6,6 +6,7 @@ who receives  <-- inbox, or a Future ---  the thread "disttensor-wires" == socke
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -18,9 +19,11 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from ..master.patience import PATIENCE
+from ..process.own_time import Unheard
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ProtocolError
 from ..shared.waiting import LOOK
-from .frames import Bye, Come, Reader, Refused, Value, frame, unpack
+from .frames import MAX_FIRST, MAX_HEAD, Bye, Come, Reader, Refused, Value, frame, unpack
 
 #: Bytes of messages, and messages, that nobody has taken, beyond which no more of a wire is read.
 FULL_BYTES, FULL_MESSAGES = 64 << 20, 1024
@@ -28,6 +31,9 @@ FULL_BYTES, FULL_MESSAGES = 64 << 20, 1024
 _TURN = 4 << 20
 #: Seconds in which a close sends what is left.
 FLUSH = 5.0
+
+
+_log = logging.getLogger("disttensor")
 
 
 class _Sending:
@@ -43,7 +49,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.sock, self.reader = sock, Reader()
+        self.sock, self.reader = sock, Reader(MAX_FIRST)
         self.out: deque[_Sending] = deque()
         self.inbox: deque[tuple[int, Any, int]] = deque()  #: when it came, in the order of all; the value; its bytes
         self.waiting: deque[Future[Any]] = deque()
@@ -56,6 +62,10 @@ class Wire:
         self.ended: str | None = None  #: why nothing more comes, and nothing goes
         self.closed = False  #: that was a close of either end
         self.name = "the other end"
+
+    def admit(self) -> None:
+        """Lets the other end send whatever a message may be: it has said who it is."""
+        self.admitted, self.reader.most = True, MAX_HEAD
 
     @property
     def full(self) -> bool:
@@ -89,18 +99,25 @@ class Wires:
 
     # ---- for users' threads ------------------------------------------------------------------------------------------
 
-    def wait(self, until: Callable[[], bool], timeout: float | None) -> bool:
+    def wait(self, until: Callable[[], bool], timeout: float | None, slow: Callable[[], str] | None = None) -> bool:
         """Waits, with the lock, until something is true; ``timeout`` seconds at most. Returns whether it is.
 
-        Interruptible in every thread. Raises DisttensorError in a callback of a Future."""
+        A wait that takes long says so, in the words of ``slow``. Interruptible in every thread. Raises DisttensorError
+        in a callback of a Future."""
         if self.is_own_thread():
             raise DisttensorError("a callback of recv_async() runs in the thread that moves messages: it can't wait")
         deadline = None if timeout is None else time.monotonic() + timeout
         tick = None if threading.current_thread() is threading.main_thread() else LOOK
+        unheard, patience = Unheard(), PATIENCE
+        if slow is not None:
+            tick = tick or 1.0
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
+            if slow is not None and (seconds := unheard.look()) >= patience:
+                patience = 2 * seconds
+                _log.warning("waiting for %.0f s: %s", seconds, slow())
             self.cond.wait(min(tick or threading.TIMEOUT_MAX, left or threading.TIMEOUT_MAX))
         return True
 
@@ -184,6 +201,7 @@ class Wires:
         self.cond = threading.Condition(threading.Lock())
         for wire in self.wires:
             wire.ended, wire.closed = "belongs to the process that this one was forked from", True
+            wire.reader.close()
             wire.sock.close()
         self.wires.clear()
         self._closed = True
@@ -194,6 +212,7 @@ class Wires:
         if wire.ended is None:
             wire.ended, wire.closed = why, closed
             wire.out.clear()
+            wire.reader.close()  # now, and not when somebody asks for the next message of one that is gone
             wire.sock.close()
             self.wires.remove(wire)
             self._futures += [(future, wire.error()) for future in wire.waiting]
@@ -297,7 +316,8 @@ class Wires:
 
     def _come(self, wire: Wire, come: Come) -> None:
         if isinstance(come.said, Value) and wire.admitted:
-            value, nbytes = unpack(come), come.nbytes
+            nbytes = come.nbytes  # before it is made
+            value = unpack(come)
             with self.cond:
                 while wire.waiting:
                     future = wire.waiting.popleft()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from ..protocol import codec
 from ..protocol import commands as c
+from ..protocol.errors import DisttensorError
 from .command_queue import CommandQueue
 from .failures import Site
 
@@ -35,6 +37,9 @@ class Home:
 
         The table is bounded: ``start_generation`` drops the templates of the generation before the last. Plans that
         name them were dropped one generation before, so no thread can still be about to use one.
+
+        Raises DisttensorError for one that no message can carry, or whose calls none may be able to carry: a node that
+        was not told of a template would fail at each of its calls, without a word of why.
         """
         key = (op, exact(args), exact(kwargs), outs)
         with self.lock:
@@ -42,6 +47,7 @@ class Home:
             if number is None:
                 number = next(self._numbers)
                 define = c.Define(number, op, args, kwargs, outs)
+                _check_size(define)
                 self._know(number, define)
                 self.outbox.add(define, site)
                 self.templates[key] = number
@@ -77,6 +83,37 @@ class Home:
         parent held."""
         self.lock = threading.RLock()
         self.outbox.forked()
+
+
+#: The most bytes of a number in a Call, and of a ref, which is a distance.
+_NUMBER, _REF = 9, 5
+#: Bytes that are left in a message for what stands around a command.
+_AROUND = 256
+
+
+def _check_size(define: c.Define) -> None:
+    """Raises DisttensorError for a template that does not fit into a message, or whose calls may not."""
+    try:
+        size = codec.size(define)
+    except ValueError as e:  # a text that is none
+        raise DisttensorError(f"{define.op}: an argument can't go to a node: {e}") from None
+    size = max(size, _filling((*define.args, *(spec for _, spec in define.kwargs))) + _REF * define.outs)
+    if size > codec.MAX_MESSAGE - _AROUND:
+        raise DisttensorError(
+            f"{define.op}: this call takes up to {size} bytes in a message, which may have {codec.MAX_MESSAGE}: it has "
+            "too many arguments, or results. Give it some at a time; a list of numbers may be a tensor"
+        )
+
+
+def _filling(specs: Iterable[c.Spec]) -> int:
+    """Returns the most bytes of what a Call has for the gaps in arguments."""
+    size = 0
+    for spec in specs:
+        if isinstance(spec, c.Hole):
+            size += _REF if spec.tensor else _NUMBER
+        elif isinstance(spec, c.Items):
+            size += _filling(spec.items)
+    return size
 
 
 def exact(value: object) -> object:

@@ -122,7 +122,12 @@ class NodeState:
         Raises TypeError for a tensor that strides don't describe: a proxy of it would be wrong.
         """
         found = geometry.of(tensor)
-        return c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device), found.bits)
+        told = c.Geometry(found.shape, found.stride, found.offset, found.dtype, str(tensor.device), found.bits)
+        try:
+            codec.check_geometry(told)
+        except ProtocolError as e:  # the script would say so, and lose the node for it
+            raise TypeError(f"a tensor can't have a proxy: {e}") from None
+        return told
 
     # ---- effects that commands have on any thread ------------------------------------------------------------------
 
@@ -153,11 +158,11 @@ class NodeState:
 
     def receive(self, command: c.Recv) -> Pending:
         """Begins to receive a tensor, and returns its stand-in."""
-        dtype = codec.dtype_of(command.dtype)
-        codec.check_shape(command.shape, dtype.itemsize)
         shape, peer, transfer = command.shape, command.peer, command.transfer
         channel = self.channels.data[command.channel]
         try:
+            dtype = codec.dtype_of(command.dtype)
+            codec.check_shape(command.shape, dtype.itemsize)
             device = self.device(command.device)
             if device.type == "cpu":
                 arrival = channel.iarrive(shape, dtype, peer, transfer)

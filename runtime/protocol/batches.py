@@ -38,6 +38,8 @@ def _described(value: Any, tensors: list[torch.Tensor], path: str) -> list[Any]:
         if value.layout is not torch.strided:
             raise TypeError(f"{path} is a {value.layout} tensor, and batches on nodes are strided; x.to_dense()")
         number = codec.dtype_id(value.dtype)
+        if why := codec.over(tuple(value.shape), value.dtype.itemsize, codec.MAX_COPY):
+            raise TypeError(f"{path}: {why}")
         tensors.append(value)
         return [_TENSOR, list(value.shape), number]
     if isinstance(value, PackedSequence):

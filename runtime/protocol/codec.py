@@ -26,6 +26,10 @@ MAX_MESSAGE = 1 << 20
 MAX_DEVICES, MAX_HOST, MAX_ADDRESS = 64, 255, 4096
 #: The most dims of a mesh.
 MAX_DIMS = 64
+#: The most dims of a tensor that is copied, or that a proxy is made of.
+MAX_TENSOR_DIMS = 64
+#: The most bytes of a tensor that is copied.
+MAX_COPY = 1 << 46
 #: The bytes of a tensor's hash.
 DIGEST = 16
 #: The most characters of a reason why something can't be used.
@@ -231,10 +235,12 @@ def _check_abilities(hello: c.Hello) -> None:
 def _check_geometries(tensors: Iterable[c.Geometry | None]) -> None:
     for tensor in tensors:
         if tensor is not None:
-            _check_geometry(tensor)
+            check_geometry(tensor)
 
 
-def _check_geometry(g: c.Geometry) -> None:
+def check_geometry(g: c.Geometry) -> None:
+    """Refuses the metadata of a tensor that no proxy can stand for; a node asks before it sends them. Raises
+    ProtocolError."""
     itemsize = dtype_of(g.dtype).itemsize
     check_shape(tuple(n or 1 for n in g.shape), itemsize, _COUNTABLE)  # next to a 0 too, sizes have to be countable
     extent = g.offset + sum(max(n - 1, 1) * s for n, s in zip(g.shape, g.stride, strict=False))
@@ -311,14 +317,26 @@ def check_world(world: c.World, rank: int) -> None:
         raise ProtocolError(f"a mesh is on 'cpu' or 'cuda', not on {mesh.device!r:.40}")
 
 
-def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = 1 << 46) -> None:
+def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = MAX_COPY) -> None:
     """Refuses a shape before anything is allocated for it. Raises ProtocolError."""
-    if len(shape) > 64:
-        raise ProtocolError(f"a shape of {len(shape)} dimensions is over the limit of 64")
+    if why := over(shape, itemsize, limit):
+        raise ProtocolError(why)
+
+
+def check_copy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuses a copy that the receiver would refuse: at the user's line, before either end knows of it. Raises
+    RuntimeError, as torch does for a tensor that it can't make."""
+    if why := over(tuple(shape), dtype.itemsize, MAX_COPY):
+        raise RuntimeError(f"can't copy a tensor to another process: {why}")
+
+
+def over(shape: tuple[int, ...], itemsize: int, limit: int) -> str:
+    """Returns the reason why a shape is none that can cross; "" where it can."""
+    if len(shape) > MAX_TENSOR_DIMS:
+        return f"a shape of {len(shape)} dimensions is over the limit of {MAX_TENSOR_DIMS}"
     total = itemsize
     for n in shape:
         if n < 0:
-            raise ProtocolError(f"shape {shape} has a negative size")
+            return f"shape {shape} has a negative size"
         total *= n
-    if total > limit:
-        raise ProtocolError(f"shape {shape} is over the limit of {limit} bytes")
+    return f"shape {shape} is over the limit of {limit} bytes" if total > limit else ""

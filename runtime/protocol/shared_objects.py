@@ -42,10 +42,14 @@ DROPPED = 30
 #: version; to take it out, or the last one, or all; to wait until it is there.
 GET, HAS, SET, SET_DEFAULT, SWAP, POP, POP_LAST, CLEAR, WAIT = range(9)
 
-_Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+#: The most characters of a name, or of a reason.
+MAX_WORDS = 300
+#: The most dims of a tensor, and what each of its sizes, like every other number, is less than.
+MAX_TENSOR_DIMS, MAX_SIZE = 64, 1 << 62
+_Number = Annotated[int, Meta(ge=0, lt=MAX_SIZE)]
 #: The number of the object that a request is about; each request has a field ``of``.
 _One = Annotated[tuple[_Number, ...], Meta(min_length=1, max_length=1)]
-_Words = Annotated[str, Meta(max_length=300)]
+_Words = Annotated[str, Meta(max_length=MAX_WORDS)]
 #: The most bytes of a dictionary's key.
 MAX_KEY = 64 << 10
 _Key = Annotated[bytes, Meta(max_length=MAX_KEY)]
@@ -55,7 +59,7 @@ class Flat(Message, frozen=True):
     """A tensor's values, one after the other."""
 
     dtype: int
-    shape: Annotated[tuple[_Number, ...], Meta(max_length=64)]
+    shape: Annotated[tuple[_Number, ...], Meta(max_length=MAX_TENSOR_DIMS)]
     data: bytes
 
 
@@ -255,6 +259,18 @@ Request: TypeAlias = Asking | Withdraw | Read
 encode = msgspec.msgpack.Encoder().encode
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_request(request: Asking) -> bytes:
+    """Encodes a request. Raises ValueError for one that the other end would refuse, and end the connection for."""
+    try:
+        message = encode(request)
+        _requests.decode(message)
+    except UNDECODABLE as e:
+        raise ValueError(f"this can't be asked of what the script holds for all: {e}") from None
+    if len(message) > MAX_WHOLE:
+        raise ValueError(f"a request of {len(message)} bytes is over the limit of {MAX_WHOLE}")
+    return message
 
 
 def decode_request(message: bytes) -> Request:

@@ -86,7 +86,7 @@ class Client:
         self._slots: dict[int, Slot] = {}
         self._lock = threading.Lock()
         self._ended = ""
-        self._out: SimpleQueue[s.Request | None] = SimpleQueue()
+        self._out: SimpleQueue[bytes | s.Request | None] = SimpleQueue()
         for serve in (self._sending, self._receiving):
             threading.Thread(target=serve, name="disttensor-service", daemon=True).start()
 
@@ -95,10 +95,10 @@ class Client:
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
         own()  # a process that was forked has the connection, and nobody who uses it
-        slot = Slot(request)
+        message, slot = s.encode_request(request), Slot(request)
         try:
             self._slots[request.call] = slot
-            self._out.put(request)
+            self._out.put(message)
             if self._ended:
                 raise DisttensorError(self._ended)
             if slot.wait(timeout) is None:
@@ -112,7 +112,7 @@ class Client:
         return answer
 
     def tell(self, request: s.Asking) -> None:
-        self._out.put(request)
+        self._out.put(s.encode_request(request))
 
     def _abandon(self, slot: Slot) -> None:
         with self._lock:
@@ -126,7 +126,7 @@ class Client:
     def _sending(self) -> None:
         while (request := self._out.get()) is not None:
             try:
-                for piece in s.pieces(s.encode(request)):
+                for piece in s.pieces(request if isinstance(request, bytes) else s.encode(request)):
                     self._spoke.send(piece)
             except ChannelError:
                 return  # the receiving thread finds it out, too

@@ -8,6 +8,7 @@ from ..node import where
 from ..node.holders import Holder
 from ..process import role
 from ..protocol import shared_objects as s
+from ..protocol.codec import printable
 from ..protocol.errors import DisttensorError
 from .waiting import Caller
 
@@ -19,7 +20,7 @@ def who(holder: Holder) -> str:
     """Returns a holder in words."""
     found = where.found()
     place = f" on node {found.node}" if found is not None and not role.is_node() else ""
-    return holder.what[:WORDS] + place
+    return printable(holder.what[:WORDS]) + place
 
 
 def tell_end(ask: Caller, holder: Holder, request: s.Asking) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..node import holders
 from ..node.holders import Holder
 from ..protocol import shared_objects as s
+from ..protocol.codec import printable
 from ..protocol.errors import DisttensorError
 from . import locks
 from .ends import WORDS, tell_end, who
@@ -192,5 +193,5 @@ class Barrier(Handle):
     def _failed(self, holder: Holder, error: BaseException | None) -> None:
         if error is not None:
             with suppress(DisttensorError):  # the session has ended
-                ask, why = self._asking(), f"has raised {type(error).__name__}"[:WORDS]
+                ask, why = self._asking(), printable(f"has raised {type(error).__name__}"[:WORDS])
                 ask.ask(s.Abort(ask.number(), (self._number,), who(holder), why))

@@ -12,7 +12,7 @@ from ..protocol import values
 from ..protocol.dtypes import DTYPES, IDS, QUANTIZED
 from ..protocol.errors import ProtocolError
 from ..protocol.flat import as_bytes
-from ..protocol.shared_objects import MAX_ITEM, MAX_TENSORS, Flat, Item
+from ..protocol.shared_objects import MAX_ITEM, MAX_SIZE, MAX_TENSOR_DIMS, MAX_TENSORS, Flat, Item
 
 
 def pack(value: Any, refers: Callable[[Any], list[Any] | None] | None = None) -> Item:
@@ -83,10 +83,20 @@ def decode_plain(data: bytes, tensors: list[torch.Tensor], referred: Callable[[l
 
 
 def fetched(x: torch.Tensor, what: str) -> torch.Tensor:
-    """Returns a tensor here, contiguous. Raises TypeError for a sparse or quantized one, and what fetching raises."""
+    """Returns a tensor here, contiguous, as the other end takes it. Raises TypeError for a sparse or quantized one,
+    ValueError for a shape that can't cross, and what fetching raises."""
     if x.layout is not torch.strided or x.dtype not in IDS or x.dtype in QUANTIZED:
         raise TypeError(f"a tensor of {what} has the layout {x.layout} and the dtype {x.dtype}; make it a plain one")
-    return x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if len(x.shape) > MAX_TENSOR_DIMS:
+        raise ValueError(
+            f"a tensor of {what} has {len(x.shape)} dimensions, and may have {MAX_TENSOR_DIMS}; send x.reshape(...)"
+        )
+    if max(x.shape, default=0) >= MAX_SIZE:
+        raise ValueError(f"a tensor of {what} has the shape {tuple(x.shape)}, and sizes may be less than {MAX_SIZE}")
+    here = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if here.dtype is torch.bool and not _is_filled(here):  # bytes that were looked at as bools: not 0 is true
+        return here.view(torch.uint8) != 0
+    return here
 
 
 def bytes_of(x: torch.Tensor) -> memoryview:
@@ -112,5 +122,10 @@ def empty(dtype: int, shape: Sequence[int], what: str) -> torch.Tensor:
 
 def check_filled(x: torch.Tensor, what: str) -> None:
     """Raises ProtocolError for bytes that are none of the dtype's."""
-    if x.dtype is torch.bool and x.numel() and int(x.view(torch.uint8).max()) > 1:
+    if x.dtype is torch.bool and not _is_filled(x):
         raise ProtocolError(f"a bool of {what} is neither 0 nor 1")
+
+
+def _is_filled(x: torch.Tensor) -> bool:
+    """Returns whether all bytes of bools are 0 or 1."""
+    return not x.numel() or int(x.view(torch.uint8).max()) <= 1

@@ -10,6 +10,7 @@ from ..node import holders
 from ..node.holders import Holder
 from ..node.user_functions import function_of
 from ..protocol import shared_objects as s
+from ..protocol.codec import printable
 from ..protocol.errors import CancelledError, DisttensorError
 from ..protocol.shared_objects import Answer
 from . import work_queues
@@ -140,5 +141,5 @@ class WorkQueue(Queue):
     def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
         counted = error is None or (isinstance(error, Exception) and not isinstance(error, CancelledError))
         why = f"raised {type(error).__name__}" if error is not None else "ended without task_done()"
-        request = s.Return(ask.number(), (self._number,), holder.number, counted=counted, why=why[:WORDS])
+        request = s.Return(ask.number(), (self._number,), holder.number, counted=counted, why=printable(why[:WORDS]))
         tell_end(ask, holder, request)

@@ -195,7 +195,7 @@ def _report(data: bytes) -> None:
 
 def _nested(plain: bytes) -> bytes:
     """A list of a tensor, a tuple and a list, of which the last two are ``plain``."""
-    return bytes(4) + b"\x93\xd4\x01\x00\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
+    return bytes(4) + b"\x93\xc7\x00\x01\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
 
 
 def _bundle(data: bytes) -> None:
@@ -671,10 +671,11 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder(
         "value that is known",
         st.sampled_from(_CROSSING),
-        lambda data: values.decode(data, [], _CLASSES),
+        lambda data: values.weight(data, []) and values.decode(data, [], _CLASSES),
         (ProtocolError, values.Unannounced),
         examples=150,
         covers=(
+            "runtime/protocol/values/counting.py:_number",
             "runtime/protocol/values/decoding.py:_head",
             "runtime/protocol/values/decoding.py:_Decoding.__init__",
             "runtime/protocol/values/decoding.py:_Decoding.value",
@@ -916,6 +917,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/child.py:main": _OWN,
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
+    "runtime/protocol/shared_objects.py:encode_request": _OWN,
     "runtime/process/page.py:Page.began": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
     "runtime/process/page.py:Page.running": _PAGE,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import subprocess
 import sys
+import tracemalloc
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -22,6 +28,7 @@ from disttensor.runtime.launch.rendezvous.credentials import read_connection_fil
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.dtypes import IDS
 from disttensor.runtime.protocol.keys import curve_pair
+from disttensor.runtime.protocol.values import form
 from disttensor.runtime.transport.tunnel import TunnelClient
 from disttensor.tasks import Endpoint
 
@@ -104,7 +111,19 @@ HELLO = frames.frame(Hello(frames.VERSION, "liar", 1, ""))
     {
         "noise": b"\xff" * 100,
         "no length": length(0) + b"x" * 20,
-        "a head too long": length(frames.MAX_HEAD + 1),
+        "a head too long": HELLO + length(frames.MAX_HEAD + 1),
+        "a long head before hello": length(frames.MAX_FIRST + 1),
+        "more lists than there may be": HELLO
+        + value(data=bytes(4) + b"\xdd" + length(form.MAX_CONTAINERS) + b"\x90" * form.MAX_CONTAINERS),
+        "more numbers than there may be": HELLO + value(data=bytes(4) + b"\xdd\xff\xff\xff\xff"),
+        "lists in what is beside": HELLO
+        + value(Shape(IDS[torch.uint8], (5 + form.MAX_CONTAINERS,)), data=length(1)[::-1] + bytes(4))
+        + b"\xdd"
+        + length(form.MAX_CONTAINERS)
+        + b"\x90" * form.MAX_CONTAINERS,
+        "bytes where none were counted": HELLO
+        + value(Shape(FLOAT, (1,)), data=bytes(4) + b"\xc7\x05\x01\xdb" + bytes(4))
+        + bytes(4),
         "no msgpack": length(3) + b"\xc1\xc1\xc1",
         "a value before hello": value(),
         "a welcome": frames.frame(Welcome(1, 0)),
@@ -123,16 +142,136 @@ HELLO = frames.frame(Hello(frames.VERSION, "liar", 1, ""))
     ids=lambda case: case[0],
 )
 def test_who_has_a_key_and_lies_loses_its_connection(endpoint: Endpoint, file: Path, said: tuple[str, bytes]) -> None:
+    with program(file) as liar:
+        liar.sendall(said[1])
+        while liar.recv(4096):
+            pass
+    goes_on_after(endpoint, file)
+
+
+@contextlib.contextmanager
+def program(file: Path) -> Iterator[socket.socket]:
+    """What a program that has the key can say, byte by byte."""
     told = read_connection_file(file, 0)
     tunnel = TunnelClient(told.addresses, (told.public_key, told.secret_key), told.server_key, HANG)
-    liar = tunnel.socket
-    liar.settimeout(HANG)
-    liar.sendall(said[1])
-    while liar.recv(4096):
-        pass
-    liar.close()
-    tunnel.close()
+    tunnel.socket.settimeout(HANG)
+    try:
+        yield tunnel.socket
+    finally:
+        tunnel.socket.close()
+        tunnel.close()
+
+
+def ended(endpoint: Endpoint) -> None:
+    """All connections have ended, and the thread has seen it."""
+    with endpoint._wires.cond:
+        assert endpoint._wires.wait(lambda: endpoint._count > 0 and not endpoint._wires.wires, HANG)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_an_ended_client_has_sent_in_part_is_dropped_at_once(endpoint: Endpoint, file: Path, whole: bool) -> None:
+    """Whether that was no message, or was none yet: the script need not ask for anything."""
+    size = 8 << 20
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            with program(file) as liar:
+                liar.sendall(HELLO + length(size) + b"\xc1" * (size if whole else size - 1))
+                if whole:
+                    while liar.recv(4096):
+                        pass
+            ended(endpoint)
+        assert tracemalloc.get_traced_memory()[0] < size // 2
+    finally:
+        tracemalloc.stop()
     goes_on_after(endpoint, file)
+
+
+def test_clients_that_are_gone_count_while_they_have_left_something(nodes: object, file: Path) -> None:
+    with Endpoint(file, max_clients=2) as endpoint:
+        for _ in range(2):
+            with dt.connect(file) as client:
+                client.send("left behind")
+        with pytest.raises(dt.errors.BrokenError, match=r"2 clients already \(max_clients=\), with 2 that are gone"):
+            dt.connect(file)
+        assert endpoint.recv_any(HANG)[1] == "left behind"
+        goes_on_after_messages(endpoint, file)
+
+
+def goes_on_after_messages(endpoint: Endpoint, file: Path) -> None:
+    with dt.connect(file) as client:
+        client.send("mine")
+        assert [endpoint.recv_any(HANG)[1] for _ in range(2)] == ["left behind", "mine"]
+
+
+def test_of_killed_clients_the_last_ones_are_told(nodes: object, file: Path) -> None:
+    """They take no place of the living, and are no more than there may be of these."""
+    with Endpoint(file, max_clients=2) as endpoint:
+        for _ in range(6):
+            with program(file) as killed:
+                killed.sendall(HELLO)
+                assert killed.recv(4096)
+            ended(endpoint)
+        with dt.connect(file) as client:
+            client.send("alive")
+            assert endpoint.clients(1, HANG)[0].poll(HANG)
+            assert endpoint.recv_any(HANG)[1] == "alive"
+            for number in (4, 5):
+                with pytest.raises(dt.errors.BrokenError, match=f"client {number} .* has ended without a word"):
+                    endpoint.recv_any(HANG)
+            with pytest.raises(TimeoutError):
+                endpoint.recv_any(0)
+
+
+def test_a_closed_endpoint_keeps_nothing(nodes: object, file: Path) -> None:
+    with Endpoint(file) as endpoint, dt.connect(file) as client:
+        client.send(torch.ones(1000))
+        (there,) = endpoint.clients(1, HANG)
+        assert there.poll(HANG)
+        left = weakref.ref(there._wire)
+        del there
+    gone = weakref.ref(endpoint)
+    del endpoint, client
+    gc.collect()
+    assert gone() is None
+    assert left() is None
+
+
+def test_the_window_counts_what_values_become(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of lists is a hundred times as much in memory as on the wire."""
+    monkeypatch.setattr(wires, "FULL_BYTES", 1 << 20)
+    with dt.connect(file) as client:
+        (one,) = endpoint.clients(1, HANG)
+        for _ in range(8):
+            client.send([[]] * 10_000)
+        for left in range(8, 0, -1):
+            assert one.poll(HANG)
+            assert len(one._wire.inbox) == 1, left
+            assert one._wire.held > 1 << 20
+            assert one.recv(timeout=HANG) == [[]] * 10_000
+
+
+def test_a_broadcast_names_who_does_not_read(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever has to do with others goes on meanwhile."""
+    said: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(wires, "PATIENCE", 0.05)
+    monkeypatch.setattr(wires._log, "warning", lambda text, *values: said.put(text % values))
+    with ThreadPoolExecutor(1) as pool, dt.connect(file) as other, program(file) as deaf:
+        deaf.sendall(HELLO)
+        first, second = endpoint.clients(2, HANG)
+        waiting = pool.submit(endpoint.broadcast, torch.ones(4 << 20))
+        assert len(other.recv(timeout=HANG)) == 4 << 20
+        while f"client {first.id} " in (text := said.get(timeout=HANG)):
+            pass  # it has just taken it
+        assert f"a broadcast has not been taken by client {second.id} (host liar, pid 1), which reads nothing" in text
+        first.send("at once", HANG)
+        assert other.recv(timeout=HANG) == "at once"
+        other.send(torch.ones(1 << 20), HANG)
+        assert len(endpoint.recv_any(HANG)[1]) == 1 << 20
+        assert not waiting.done()
+        deaf.close()
+        with pytest.raises(dt.errors.BrokenError, match="host liar"):
+            waiting.result(HANG)
 
 
 def goes_on_after(endpoint: Endpoint, file: Path) -> None:

@@ -32,7 +32,7 @@ _IDLE, _INTERVAL = 5, 2
 #: The most questions of keepalive that the kernel takes.
 _MOST_ASKED = 127
 #: The most addresses of a peer: each of them is tried at once, with a socket.
-_MOST = 32
+MOST_ADDRESSES = 32
 #: The number of attempts to connect: a hang-up before the verdict may be a flood of strangers on the peer's side, or
 #: news of this rank that has not reached the peer yet.
 _ATTEMPTS = 3
@@ -58,8 +58,8 @@ def _reached(address: str, deadline: float) -> str:
     if "," not in address:
         return address
     several = address.split(",")
-    if len(several) > _MOST:
-        raise BrokenError(f"a peer has {_MOST} addresses at most, not {len(several)}: {address:.100} ...")
+    if len(several) > MOST_ADDRESSES:
+        raise BrokenError(f"a peer has {MOST_ADDRESSES} addresses at most, not {len(several)}: {address:.100} ...")
     found = first_to_answer([f"tcp://{one}" for one in several], (deadline - time.monotonic()) / 2)
     return found.removeprefix("tcp://")
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from ...host.interfaces import is_loopback
 from ...host.refusals import Refusals
-from .dial import join_address, tune_before
+from .dial import MOST_ADDRESSES, join_address, tune_before
 from .handshake import HELLO, NONCE, Hello
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class _Pending:
 
 
 class Listener:
-    """Accepts on each of ``hosts`` at a random port and hands each connection that said hello to ``admit``.
+    """Accepts on each of ``hosts`` at a random port and hands each connection that said hello to ``admit``; of more
+    hosts than a peer would try, on the first ones.
 
     ``admit(sock, hello, nonce)`` returns "" when it took the socket, the reason when it refuses it, None when the rank
     isn't known (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a
@@ -70,7 +71,7 @@ class Listener:
         self._socks: list[socket.socket] = []
         addresses = []
         try:
-            for host in hosts:
+            for host in hosts[:MOST_ADDRESSES]:
                 sock, ip = _listen(host)
                 self._socks.append(sock)
                 addresses.append(join_address(ip, sock.getsockname()[1]))

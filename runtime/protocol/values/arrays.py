@@ -45,6 +45,16 @@ def dtype_named(name: Any) -> np.dtype[Any]:
     return dtype
 
 
+def plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns an array whose bytes are its dtype's, as the other end wants them: another one for bytes that were looked
+    at as bools, of which those that are not 0 are true. Raises ValueError for text that is none."""
+    if not _is_filled(array.dtype, array):
+        if array.dtype.kind == "b":
+            return np.asarray(array.view(np.uint8) != 0)
+        raise ValueError("an array of text with numbers that are no characters of Unicode's")
+    return array
+
+
 def describe(array: np.ndarray[Any, Any]) -> Described:
     """Returns an array's description."""
     return name_of(array.dtype), array.shape, array.flags.f_contiguous and not array.flags.c_contiguous
@@ -73,8 +83,16 @@ def array_of(described: Any, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
         raise ValueError(f"{shape!r:.100} is no shape")
     if math.prod(shape) * dtype.itemsize != data.nbytes:
         raise ValueError(f"an array of {name} and shape {shape!s:.200} does not have {data.nbytes} bytes")
-    if dtype.kind == "b" and data.size and data.max() > 1:
-        raise ValueError("a bool is 0 or 1")
-    if dtype.kind == "U" and data.size and data.view(dtype.str[0] + "u4").max() > 0x10FFFF:
-        raise ValueError("text is made of Unicode's characters")
+    if not _is_filled(dtype, data):
+        raise ValueError("a bool is 0 or 1" if dtype.kind == "b" else "text is made of Unicode's characters")
     return np.ndarray(tuple(shape), dtype, data, order="F" if backwards is True else "C")
+
+
+def _is_filled(dtype: np.dtype[Any], data: np.ndarray[Any, Any]) -> bool:
+    """Returns whether bytes, or an array that has them, are bools or text, where that is what they are to be."""
+    if not data.size or dtype.kind not in "bU" or not dtype.itemsize:
+        return True
+    if dtype.kind == "b":
+        return int(data.view(np.uint8).max()) <= 1
+    plain = np.ascontiguousarray(data)
+    return int(plain.reshape(-1).view(dtype.str[0] + "u4").max()) <= 0x10FFFF

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import UNDECODABLE, ProtocolError
-from . import arrays, form
+from . import arrays, counting, form
 from .announced import Announced, Unannounced
 from .plain_types import UNPACK
 
@@ -29,6 +29,9 @@ def decode(
     announced; objects of theirs are made without any of their code being run. ``referred`` returns the object that a
     reference stands for, or raises ValueError; without it there may be none.
 
+    What it is going to be is counted before anything is made of it: a list without elements is one byte, and 74 bytes
+    in memory.
+
     Raises ProtocolError; Unannounced, a TypeError, for an object of another class; what ``.cpu()`` raises.
     """
     announced = classes if isinstance(classes, Announced) else Announced(classes)
@@ -38,6 +41,8 @@ def decode(
     if not body and not brought:
         raise ProtocolError("a value of no bytes")
     whole: Any = body or brought.pop()
+    if len(whole) > form.MAX_DATA:
+        raise ProtocolError(f"a value has {len(whole)} bytes, which is over the limit of {form.MAX_DATA}")
     decoding = _Decoding(announced, rest, brought, referred)
     try:
         return decoding.value(whole)
@@ -47,6 +52,17 @@ def decode(
         raise ProtocolError(f"a value of {len(data)} bytes can't be read: {e}") from None
     finally:
         decoding.end()
+
+
+def weight(data: bytes, tensors: Sequence[Any]) -> int:
+    """Returns the bytes of memory that a value takes, about, its tensors apart. Raises ProtocolError."""
+    places, body = _head(data)
+    whole: Any = body
+    if not body and places:
+        last = next(reversed(places))
+        _check_parts(found := [tensors[last] if last < len(tensors) else None])
+        whole = found[0].numpy()
+    return len(whole) + counting.count(whole).nbytes
 
 
 def _head(data: bytes) -> tuple[dict[int, None], bytes]:
@@ -66,14 +82,18 @@ def _brought(tensors: Sequence[Any], places: Iterable[int]) -> list[np.ndarray[A
     if not places:
         return []
     found: list[Any] = [tensors[i] if i < len(tensors) else None for i in places]
-    for one in found:
-        if not isinstance(one, torch.Tensor) or one.dtype is not torch.uint8 or one.dim() != 1:
-            raise ProtocolError("a value names something as a part that is no tensor of bytes")
+    _check_parts(found)
     if (size := sum(one.numel() for one in found)) > form.MAX_BROUGHT:
         raise ProtocolError(f"a value has parts of {size} bytes, which is over the limit of {form.MAX_BROUGHT}")
     # of a local tensor a copy: whoever has it may write it, and so may who gets the value
     here = [one.detach().clone() if type(one) is torch.Tensor else one.detach().cpu() for one in found]
     return [one.contiguous().numpy() for one in here]
+
+
+def _check_parts(tensors: Iterable[Any]) -> None:
+    for one in tensors:
+        if not isinstance(one, torch.Tensor) or one.dtype is not torch.uint8 or one.dim() != 1:
+            raise ProtocolError("a value names something as a part that is no tensor of bytes")
 
 
 class _Part:
@@ -103,6 +123,8 @@ class _Decoding:
 
     def value(self, body: Any) -> Any:
         """Returns the value. Raises what is wrong with it."""
+        if not counting.fits(body) and (why := counting.count(body).over):
+            raise ValueError(f"it has {why}")
         found = self._decoder.decode(body)
         made = self._made(found, 0) if self._parts else found
         if self._tensors or self._brought:
@@ -116,6 +138,8 @@ class _Decoding:
         self._brought.clear()
 
     def _extension(self, code: int, body: memoryview) -> Any:
+        if code in (form.TENSOR, form.LARGE_BYTES) and body.nbytes:
+            raise ValueError("what is beside a value has no bytes in it")  # none were counted
         if code == form.TENSOR:
             return self._tensors.popleft()
         if code == form.LARGE_BYTES:

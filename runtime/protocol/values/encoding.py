@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..failure_ids import attempt
-from . import arrays, form
+from . import arrays, counting, form
 from .announced import blueprint, is_announcable, name_of
 from .instead import instead
 from .plain_types import PACK
@@ -50,6 +50,8 @@ def encode(
             f"{what} {len(body)} bytes, and {form.MAX_DATA >> 20} MiB may come beside tensors, arrays of numpy and "
             "bytes; make it some of these"
         )
+    if not counting.fits(body) and (why := counting.count(body).over):
+        raise ValueError(f"{what} {why}, each of which takes memory of its own; make it tensors, or arrays of numpy")
     if beside and len(body) > form.MESSAGE:
         into.bring(np.frombuffer(bytearray(body), np.uint8))
         body = b""
@@ -157,6 +159,7 @@ class _Encoding:
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         if why := arrays.refused(value.dtype):
             raise TypeError(f"{self._what} an array of numpy {why}")
+        value = arrays.plain(value)
         described = arrays.describe(value)
         if value.nbytes <= form.INLINE or not self._beside:
             return _ext(form.ARRAY, [*described, arrays.bytes_of(value)])
@@ -171,7 +174,8 @@ class _Encoding:
             raise TypeError(f"{self._what} a scalar of numpy {why.replace('tolist', 'item')}")
         if value.dtype.type is not kind:
             raise TypeError(self._refusal(value))
-        return _ext(form.SCALAR, [*arrays.describe(np.asarray(value)), value.tobytes()])
+        found = arrays.plain(np.asarray(value))
+        return _ext(form.SCALAR, [*arrays.describe(found), found.tobytes()])
 
     def _object(self, value: Any, depth: int, key: bool) -> Any:
         kind: Any = type(value)

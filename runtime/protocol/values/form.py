@@ -17,6 +17,8 @@ MESSAGE = 512 << 10
 MAX_DATA = 64 << 20
 #: The most bytes of its arrays and large bytes.
 MAX_BROUGHT = 4 << 30
+#: The most objects that a value is made of, and of these the most that have others: lists, tuples, dicts and the like.
+MAX_OBJECTS, MAX_CONTAINERS = 8 << 20, 1 << 20
 #: How deep lists, tuples, dicts and objects may lie in one another.
 MAX_DEPTH = 100
 
