@@ -21,6 +21,7 @@ from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
 from ..runtime.channel.registry import check_protection, usable_channel
+from ..runtime.host import descriptors
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
@@ -191,9 +192,14 @@ def init_master_worker(
         automatic=registry.automatic,
         folder=script_folder(),
     )
-    with contextlib.ExitStack() as undo:
-        session = _start(settings, undo)
-        undo.pop_all()
+    try:
+        with contextlib.ExitStack() as undo:
+            session = _start(settings, undo)
+            undo.pop_all()
+    except Exception as e:
+        if descriptors.is_shortage(e):
+            raise StartError(f"{e}, while a session begins: no file descriptors are left; {descriptors.limit()}") from e
+        raise
     caches.drop_plans()
     current.set_session(session)
     autocast.choose_default(session.places)
@@ -214,6 +220,8 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         starter = get_launcher(settings.launcher).of(settings.spec)
         undo.callback(starter.stop, 0)
     count = _count(settings.nodes, starter, settings.spec.least)
+    if starter is not None and (why := descriptors.shortage(count)):  # libzmq ends a process that has none left
+        raise StartError(why)
     job, secret = job_id(), job_secret()
     hub, side, more, bundle, bundles = _hub(settings, starter, count, job, undo)
     if starter is not None:

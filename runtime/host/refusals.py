@@ -7,8 +7,27 @@ import threading
 import time
 from collections.abc import Callable
 
+from .descriptors import is_shortage, limit
+
 #: Seconds from the first line to the next one at least; each time twice as many, up to the last.
 _FIRST, _LAST = 10.0, 3600.0
+
+
+class Shortages:
+    """Logs that a listener can't take connections, which peers see as silence: as often as ``Refusals``."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._next, self._pause = -float("inf"), _FIRST
+
+    def note(self, name: str, error: OSError) -> None:
+        """Notes that a connection could not be taken."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next, self._pause = now + self._pause, min(2 * self._pause, _LAST)
+        why = f"no file descriptors are left; {limit()}" if is_shortage(error) else str(error)
+        self._log.warning("%s can't take a connection, and its peer waits in vain: %s", name, why)
 
 
 class Refusals:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Waker:
     """Wakes a thread that polls. Its holder may do so even after the thread has ended."""
 
+    fd = -1  #: of one that could not be made
+
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: true while the thread polls; if this very thread calls ``wake`` then, a signal's handler below the poll does
@@ -29,7 +31,8 @@ class Waker:
             os.eventfd_write(self.fd, 1)
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -820,6 +821,26 @@ def test_nobody_answers():
         a.connect({1: PeerInfo(1, address, KEY)})
         a.isend(torch.ones(1), 1, 0)
         a.abort()
+
+
+def test_a_listener_without_descriptors_says_so(monkeypatch, caplog):
+    """Its peer sees only that nobody answers; once there is a descriptor, it answers."""
+
+    def none_left(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    a, b = channel(0, connect=0.3), channel(1)
+    for one, rank, other in ((a, 1, b), (b, 0, a)):
+        one.connect({rank: PeerInfo(rank, other.address(), KEY)})
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", none_left)
+        with pytest.raises(BrokenError, match="whether its process has said that it has no file descriptors left"):
+            a.isend(torch.ones(1), 1, 0).wait(20)
+    [record] = [r for r in caplog.records if "can't take a connection" in r.message]
+    assert "disttensor-tcp-1-listen can't take a connection, and its peer waits in vain: no file desc" in record.message
+    assert f"process {os.getpid()} may have" in record.message
+    for one in (a, b):
+        one.close()
 
 
 def test_a_rank_started_anew():

@@ -211,6 +211,32 @@ def test_a_script_with_few_descriptors(script: Callable[..., subprocess.Complete
     assert rest == "fewer work"
 
 
+VERY_FEW = """
+import resource
+import disttensor as dt
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for most in (16, 20, 24, 32, 40):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        dt.init_master_worker(nodes=2)
+    except dt.errors.StartError as e:
+        print(e)
+"""
+
+
+@pytest.mark.fault(44)
+def test_a_script_with_hardly_any_descriptors(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """It is refused before libzmq, which ends the process where it has none, is asked for anything."""
+    done = script(VERY_FEW)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 5
+    for line, most in zip(told, (16, 20, 24, 32, 40), strict=True):
+        assert "a session of 2 nodes takes 37 file descriptors at least" in line
+        assert f"may have {most} open at once (RLIMIT_NOFILE)" in line
+        assert "ulimit -n 4096" in line
+
+
 @pytest.mark.fault(44)
 def test_a_full_disk_for_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "0").mkdir()

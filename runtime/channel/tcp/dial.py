@@ -170,7 +170,8 @@ def dial(
         except TimeoutError as error:
             raise BrokenError(
                 f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {waited:g} s; "
-                "check that the address and port can be reached from here (firewall, interface)"
+                "check that the address and port can be reached from here (firewall, interface), and whether its "
+                "process has said that it has no file descriptors left"
             ) from error
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in _NO_WAY and time.monotonic() + _PAUSE < deadline:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...host.interfaces import is_loopback
-from ...host.refusals import Refusals
+from ...host.refusals import Refusals, Shortages
 from .dial import MOST_ADDRESSES, join_address, tune_before
 from .handshake import HELLO, NONCE, Hello
 
@@ -67,6 +67,7 @@ class Listener:
         #: the hellos of those of them whose rank is not known yet
         self._unknown: dict[_Pending, Hello] = {}
         self._refusals = Refusals(_log)
+        self._shortages, self._name = Shortages(_log), name
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
         addresses = []
@@ -142,6 +143,7 @@ class Listener:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
                 return
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
+            self._shortages.note(self._name, error)
             if self._pending:
                 self._drop(self._oldest, "no descriptors or memory for one more")
             else:

@@ -1,0 +1,44 @@
+"""The file descriptors that this process may still open: sockets, pipes and events take one each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+#: The descriptors that a script's process takes at least for a session, and for each of its nodes, until these answer.
+_SESSION, _NODE = 32, 2.5
+
+
+def left() -> int:
+    """Returns how many descriptors this process may still open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return 1 << 30
+    try:
+        return most - len(os.listdir("/proc/self/fd")) + 1  # without the one that has looked
+    except OSError as e:
+        return 0 if is_shortage(e) else most
+
+
+def shortage(nodes: int) -> str:
+    """Returns why a session of so many nodes can't begin, for want of descriptors; "" where it may."""
+    need, there = int(_SESSION + _NODE * nodes), left()
+    return "" if there >= need else (
+        f"Too many open files: a session of {nodes} nodes takes {need} file descriptors at least; {limit()}"
+    )
+
+
+def limit() -> str:
+    """Returns the limit of this process in words, and what to do about it."""
+    most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = "there is no hard limit" if highest == resource.RLIM_INFINITY else f"the hard limit is {highest}"
+    return (
+        f"process {os.getpid()} may have {most} open at once (RLIMIT_NOFILE), and {max(0, left())} are left: raise that "
+        f"with `ulimit -n 4096` ({hard})"
+    )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Returns whether an error says that there are no descriptors left, of this process or of this machine."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
