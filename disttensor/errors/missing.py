@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from ..runtime.protocol.bundle import Bundle
+from ..runtime.protocol.bundle import Bundle, as_name
 
 #: The advice about a value that can't be pickled.
 REMEDY = "make it inside of the function, or pass what it is made of"
@@ -73,7 +73,7 @@ def advised(error: _E, plain: Bundle | None) -> _E:
         error.add_note(f"  {match[1]} is not here either: pip install it on all hosts")
         return error
     folder = os.path.dirname(found.origin if not found.submodule_search_locations else os.path.dirname(found.origin))
-    if folder in plain.sys_path:
+    if folder in map(as_name, plain.sys_path):
         error.add_note(f"  here it is {found.origin}: install it on the node's host, too")
     else:
         error.add_note(

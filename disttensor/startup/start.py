@@ -305,13 +305,13 @@ def _hub(
         simulate_cuda=settings.simulate_cuda,
         threads=settings.threads,
         bind=settings.bind,
-        env=dict(settings.env),
+        env={b.as_text(name): b.as_text(value) for name, value in settings.env.items()},
         allow_ops=settings.allow_ops,
         functions=settings.functions,
         silence=silence.of_nodes(starter is not None and starter.watches),
         data_silence=silence.data,
-        sys_path=tuple(os.path.abspath(p) for p in sys.path),
-        cwd=os.getcwd(),
+        sys_path=tuple(b.as_text(os.path.abspath(p)) for p in sys.path),
+        cwd=b.as_text(os.getcwd()),
     )
     bundles = [
         msgspec.structs.replace(

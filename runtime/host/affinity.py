@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from ..protocol.bundle import Bundle
+from ..protocol.bundle import Bundle, as_name
 
 KINDS = ("none", "gpu", "core", "numa")
 
@@ -209,7 +209,7 @@ def apply(bundle: Bundle) -> Affinity:
     Returns the binding; ``said`` is empty but for the first node of the host. Raises ValueError for a kind that
     is unknown, OSError when the kernel refuses the cores.
     """
-    os.environ.update(bundle.env)
+    os.environ.update({as_name(name): as_name(value) for name, value in bundle.env.items()})
     host = this_host()  # after that: the environment may say which GPUs there are
     binding = plan(bundle.bind, bundle.local_rank, bundle.local_size, host, bundle.threads)
     if binding.gpus is not None:

@@ -24,8 +24,10 @@ def left() -> int:
 def shortage(nodes: int) -> str:
     """Returns why a session of so many nodes can't begin, for want of descriptors; "" where it may."""
     need, there = int(_SESSION + _NODE * nodes), left()
-    return "" if there >= need else (
-        f"Too many open files: a session of {nodes} nodes takes {need} file descriptors at least; {limit()}"
+    return (
+        ""
+        if there >= need
+        else (f"Too many open files: a session of {nodes} nodes takes {need} file descriptors at least; {limit()}")
     )
 
 
@@ -34,8 +36,8 @@ def limit() -> str:
     most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     hard = "there is no hard limit" if highest == resource.RLIM_INFINITY else f"the hard limit is {highest}"
     return (
-        f"process {os.getpid()} may have {most} open at once (RLIMIT_NOFILE), and {max(0, left())} are left: raise that "
-        f"with `ulimit -n 4096` ({hard})"
+        f"process {os.getpid()} may have {most} open at once (RLIMIT_NOFILE), and {max(0, left())} are left: raise "
+        f"that with `ulimit -n 4096` ({hard})"
     )
 
 

@@ -34,7 +34,7 @@ from ..process.torch_threads import compute_as_told
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
-from ..protocol.bundle import PROTOCOL, Bundle, read_bundle
+from ..protocol.bundle import PROTOCOL, Bundle, as_name, read_bundle
 from ..protocol.errors import ClosedError, ProtocolError
 from ..transport.base import Spoke
 from .executor import Executor
@@ -212,11 +212,11 @@ def main(lifeline: int) -> int:
 def start(bundle: Bundle) -> int:
     """Makes this process the node that the bundle describes; returns the exit code when its session has ended."""
     role.become_node(bundle.rank)
-    for path in reversed(bundle.sys_path):
+    for path in map(as_name, reversed(bundle.sys_path)):
         if path not in sys.path:
             sys.path.insert(0, path)
-    if bundle.cwd and os.path.isdir(bundle.cwd):
-        os.chdir(bundle.cwd)
+    if bundle.cwd and os.path.isdir(folder := as_name(bundle.cwd)):
+        os.chdir(folder)
     bound = affinity.apply(bundle)
     if bound.said:
         print(f"disttensor: {bound.said}", file=sys.stderr)

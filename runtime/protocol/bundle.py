@@ -61,6 +61,21 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"<Bundle job={self.job} rank={self.rank} address={self.address}>"
 
 
+def as_text(name: str) -> str:
+    """Returns a name as the system has it, of a file or a variable, as text that crosses a wire: one whose bytes are no
+    UTF-8 as their digits, behind a NUL, which no name has. ``as_name`` is the way back."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "\0" + os.fsencode(name).hex()
+    return name
+
+
+def as_name(text: str) -> str:
+    """Returns the name that ``as_text`` was given. Raises ValueError for what it never gives."""
+    return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
+
+
 def write_bundle(fd: int, bundle: Bundle) -> None:
     """Writes the frame to ``fd`` and leaves it open."""
     body = msgspec.json.encode(bundle)

@@ -28,7 +28,7 @@ from ...host import affinity
 from ...host.launch_spec import LaunchSpec
 from ...host.launcher import Exited, Started
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children
-from ...protocol.bundle import Bundle, read_bundle
+from ...protocol.bundle import Bundle, as_name, as_text, read_bundle
 from ...protocol.errors import StartError
 from ...protocol.keys import job_id
 from ..registry import get_launcher
@@ -51,8 +51,8 @@ _STORE_HOST = os.path.join(os.path.dirname(__file__), "store_host.py")
 def main(lifeline: int) -> int:
     """Makes a node the program. Does not return unless there is no such program."""
     bundle = read_bundle(lifeline)
-    if bundle.cwd and os.path.isdir(bundle.cwd):
-        os.chdir(bundle.cwd)
+    if bundle.cwd and os.path.isdir(folder := as_name(bundle.cwd)):
+        os.chdir(folder)
     bound = affinity.apply(bundle)
     if bound.said:
         print(f"disttensor: {bound.said}", file=sys.stderr)
@@ -60,7 +60,7 @@ def main(lifeline: int) -> int:
         os.environ[name] = value
     for name, value in _default_environment(bound.threads).items():
         os.environ.setdefault(name, value)
-    program = [bundle.program[0] or sys.executable, *bundle.program[1:]]
+    program = [as_name(bundle.program[0]) or sys.executable, *map(as_name, bundle.program[1:])]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         os.execvp(program[0], program)
@@ -139,7 +139,7 @@ def lead(spec: LaunchSpec, program: Sequence[str], count: int, bind: str, truste
         bundles = [
             Bundle(
                 "", rank, "", nodes=count, local_rank=rank, local_size=count, threads=0, bind=bind, env=env,
-                program=tuple(program), cwd=os.getcwd(),
+                program=tuple(map(as_text, program)), cwd=as_text(os.getcwd()),
             )
             for rank in range(count)
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ...protocol.errors import UNDECODABLE, ProtocolError
+from ...protocol.errors import UNDECODABLE, ProtocolError, StartError
 from ..output.lines import plain
 from .control import MAX_FRAME
 from .loop import Loop
@@ -57,8 +57,13 @@ class FramedStream(ABC, Generic[In]):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Returns the bytes that a ``FramedSocket`` sends for a message."""
-    body = msgspec.msgpack.encode(message)
+    """Returns the bytes that a ``FramedSocket`` sends for a message. Raises StartError for text that is no UTF-8."""
+    try:
+        body = msgspec.msgpack.encode(message)
+    except UnicodeEncodeError as e:
+        raise StartError(
+            f"{e.object!r:.200} can't be told to the processes of a job: it is no UTF-8; give it another name"
+        ) from None
     return len(body).to_bytes(4, "big") + body
 
 

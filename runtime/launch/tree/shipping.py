@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...protocol.errors import UNDECODABLE
+from ...protocol.errors import UNDECODABLE, StartError
 
 #: The most bytes of sources, and of these when packed: the frame that carries them may have twice as many.
 LIMIT, PACKED = 16 << 20, 1 << 20
@@ -46,12 +46,18 @@ class Sources(msgspec.Struct, frozen=True):
         """Returns a digest that is the same for the same files."""
         it = hashlib.blake2b(digest_size=16)
         for name, data in sorted(self.files.items()):
-            it.update(b"%d %d " % (len(name.encode()), len(data)) + name.encode() + data)
+            at = os.fsencode(name)
+            it.update(b"%d %d " % (len(at), len(data)) + at + data)
         return it.digest()
 
     def pack(self) -> bytes:
-        """Packs the sources for ``unpack``. Raises TooMuch."""
-        packed = zlib.compress(msgspec.msgpack.encode(self))
+        """Packs the sources for ``unpack``. Raises TooMuch, StartError for a name that is no UTF-8."""
+        try:
+            packed = zlib.compress(msgspec.msgpack.encode(self))
+        except UnicodeEncodeError as e:
+            raise StartError(
+                f"{e.object!r:.200} can't go to the nodes' hosts with the program: its name is no UTF-8; rename it"
+            ) from None
         if len(packed) > PACKED:
             raise TooMuch(f"more than {PACKED >> 20} MiB of sources when packed")
         return packed
