@@ -12,17 +12,22 @@ from checkout import ROOT, TESTS
 #: The bounds that are one of a value's: its cases below try it.
 _VALUES = "test_a_value_at_its_bound"
 _SMALLER = "test_a_value_at_a_bound_that_is_lowered"
+_KERNELS = "an option of a socket"
 _OURS = "made here, of what has a length of its own"
 _KEPT = "what is kept, and not what may come: more of it is dropped, or waits"
 
 #: Every bound: the test that tries it, or why nothing of a user's meets it.
 TABLE = {
     "disttensor/dispatch/op_plan.py": {"MAX_PLANS": _KEPT},
+    "disttensor/dispatch/trial.py": {"_MOST": "operands of a trial in the script"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
     "runtime/channel/shm/segments.py": {"MOST_IDLE": _KEPT},
-    "runtime/channel/tcp/dial.py": {"MOST_ADDRESSES": "test_a_node_offers_no_more_addresses_than_a_peer_takes"},
+    "runtime/channel/tcp/dial.py": {
+        "MOST_ADDRESSES": "test_a_node_offers_no_more_addresses_than_a_peer_takes",
+        "_MOST_ASKED": _KERNELS,
+    },
     "runtime/channel/tcp/frames.py": {"MOST_EXTRA": "words and descriptors of carriers: " + _OURS},
     "runtime/collective/cut.py": {"_MOST": "how finely a tensor is cut, and not what may come"},
     "runtime/collective/exchange.py": {"_MOST_SENDS": _KEPT},
@@ -98,6 +103,8 @@ TABLE = {
     "runtime/protocol/values/plain_types.py": {"MAX_FRACTION": _VALUES},
     "runtime/shared/objects.py": {"MAX_HELD": _KEPT, "MAX_WAITING": _KEPT, "MAX_REQUESTS": _KEPT},
     "runtime/shared/service.py": {"MAX_UNREAD": "a client reads what it asks for"},
+    "runtime/host/tcp_info.py": {"_MOST": _KERNELS, "_MOST_BETWEEN_TRIES": _KERNELS},
+    "runtime/transport/spoke.py": {"_MOST_WAITS": "seconds"},
     "runtime/transport/sockets.py": {
         "MAX_MESSAGE": "test_a_call_that_no_message_carries",
         "FRAME_LIMIT": "MAX_MESSAGE, and what stands around it",

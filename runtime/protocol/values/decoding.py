@@ -60,8 +60,9 @@ def weight(data: bytes, tensors: Sequence[Any]) -> int:
     whole: Any = body
     if not body and places:
         last = next(reversed(places))
-        _check_parts(found := [tensors[last] if last < len(tensors) else None])
-        whole = found[0].numpy()
+        found: Any = tensors[last] if last < len(tensors) else None
+        _check_parts([found])
+        whole = found.numpy()
     return len(whole) + counting.count(whole).nbytes
 
 
