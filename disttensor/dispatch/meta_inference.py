@@ -165,13 +165,14 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _KNOWN.get(op, op)(*args, **kwargs)
     except NotImplementedError:
         raise
-    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as e:
+    except (AssertionError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError) as e:
         if (local := _locally(op, args, kwargs)) is not None:
             try:
                 raise local from None
             finally:
                 del local  # its frames would have it, and keep a user's tensors until the collector comes
-        if not isinstance(e, AssertionError):  # some of torch's meta kernels refuse operands by an assertion
+        # some of torch's meta kernels refuse operands by an assertion, or stumble over them
+        if not isinstance(e, (AssertionError, ArithmeticError)):
             raise
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
 

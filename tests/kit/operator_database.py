@@ -352,6 +352,82 @@ def _check_mistake(op: OpInfo, sample: SampleInput, call: Callable[..., Any], la
         agree(remote.tensors, local.tensors, False, "operand of a wrong call")
 
 
+def boundaries(sample: SampleInput) -> Iterator[tuple[str, SampleInput]]:
+    """Samples at, and one beyond, the bounds of what is right: tensors without elements and of one, and in the place of
+    each integer, in tensors and beside them, the number of dimensions and sizes, which as indices are one too large."""
+    leaves, spec = tree_flatten((sample.input, list(sample.args), dict(sample.kwargs)))
+    tensors = [t for t in leaves if _is(t)]
+    if not all(_strided(t) for t in tensors):
+        return
+
+    def made(change: Callable[[int, Any], Any]) -> SampleInput:
+        input, args, kwargs = tree_unflatten([change(i, v) for i, v in enumerate(leaves)], spec)
+        return SampleInput(input, args=tuple(args), kwargs=kwargs)
+
+    for size, dim in itertools.product((0, 1), (0, -1)):
+        if any(t.dim() and t.shape[dim] > size for t in tensors):
+            yield (
+                f"size {size} in dim {dim}",
+                made(lambda _, v, s=size, d=dim: _cut(v, d, s) if _is(v) and v.dim() else v),
+            )
+    indexed = [t for t in tensors if not _is_index(t)] or tensors
+    sizes = sorted({n for t in indexed for n in t.shape})[:3]
+    for at, leaf in enumerate(leaves):
+        if _is(leaf) and _is_index(leaf) and leaf.numel():
+            for n in (*sizes, *(-1 - n for n in sizes)):
+                if torch.iinfo(leaf.dtype).min <= n <= torch.iinfo(leaf.dtype).max:
+                    yield f"index {n}", made(lambda i, v, at=at, n=n: _with_last(v, n) if i == at else v)
+        elif type(leaf) is int:
+            dims = max((t.dim() for t in tensors), default=0)
+            for n in sorted({dims, -1 - dims, *sizes} - {leaf}):
+                yield f"{n} for {leaf}", made(lambda i, v, at=at, n=n: n if i == at else v)
+
+
+def _is_index(t: torch.Tensor) -> bool:
+    return t.dtype in (torch.int64, torch.int32)
+
+
+def _cut(t: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    cut = t.detach().narrow(dim, 0, min(size, t.shape[dim])).clone()
+    return cut.requires_grad_(t.requires_grad)
+
+
+def _with_last(t: torch.Tensor, n: int) -> torch.Tensor:
+    changed = t.clone()
+    changed.view(-1)[-1] = n
+    return changed
+
+
+def check_boundaries(op: OpInfo, dtype: torch.dtype, count: int, close: bool = False, values: bool = True) -> int:
+    """Runs samples at the bounds, and asserts that values are the same, and that the same are refused: at the line, or
+    at the next wait where the data decide. ``values``: whether they are compared. How many there were."""
+    done = 0
+    for sample in samples(op, dtype, count, False):
+        for what, each in boundaries(sample):
+            _check_boundary(op, each, close, what, values)
+            done += 1
+    return done
+
+
+def _check_boundary(op: OpInfo, sample: SampleInput, close: bool, what: str, values: bool = True) -> None:
+    local, remote = Operands(op, sample, False), Operands(op, sample, True)
+    expected = told = got = result = None
+    try:
+        result = local.call(op)
+    except Exception as error:
+        expected = error
+    try:
+        got = remote.call(op)
+        true_to_node([t for t in tree_leaves(got) if isinstance(t, dt.DistributedTensor)])
+        dt.synchronize()
+    except Exception as error:
+        told = error
+    if expected is not None or told is not None:
+        assert type(told) is type(expected), f"{what}: {told!r} where it is {expected!r} here"
+    elif op.name not in UNDEFINED and values:
+        agree(got, result, close, what)
+
+
 def _larger(x: torch.Tensor) -> torch.Tensor:
     return torch.full((*(n + 1 for n in x.shape), 2), 3).to(x.dtype)
 

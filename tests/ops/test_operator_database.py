@@ -205,6 +205,38 @@ def test_all_mistakes_are_refused_at_their_line(name: str) -> None:
     database.check_mistakes(database.OPERATORS[name], name in LATE)
 
 
+BESIDE = "beyond its bounds local torch reads what lies beside its operands, or gives what memory holds"
+#: name -> why its values are not compared at the bounds, and beyond them
+UNBOUND: dict[str, str] = dict.fromkeys(
+    (
+        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.pad.circular"),
+        *("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss", "resize_"),
+        *("grid_sampler_2d", "grid_sampler_3d"),
+    ),
+    BESIDE,
+)
+
+
+def bounded(every: int, count: int) -> list[Any]:
+    """Operators that work and whose names' hashes are multiples of ``every``, and so many samples."""
+    names = [n for n in database.OPERATORS if first(n) is not None and FAILS.get(n) not in (SPARSE, MEMORY)]
+    names.remove("as_strided")  # a view beyond what the script knows of the memory is told of when it is used
+    return [pytest.param(n, count, id=n) for n in names if not crc32(n.encode()) % every]
+
+
+@pytest.mark.parametrize(("name", "count"), bounded(8, 1))
+def test_bounds(name: str, count: int) -> None:
+    dtype = first(name)
+    assert dtype is not None
+    database.check_boundaries(database.OPERATORS[name], dtype, count, is_close(name, dtype), name not in UNBOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), bounded(1, 4))
+def test_all_bounds(name: str, count: int) -> None:
+    test_bounds(name, count)
+
+
 def into_given(every: int, count: int) -> list[Any]:
     """Operators with an ``out=``, those whose names' hashes are multiples of ``every``, and so many samples."""
     names = [name for name, op in database.OPERATORS.items() if op.supports_out and first(name) is not None]
