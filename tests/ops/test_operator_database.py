@@ -53,7 +53,6 @@ VARIES = {"linalg.lstsq": ALIGNED, "linalg.lstsq.grad_oriented": ALIGNED, "linal
 
 UNDEFINED = "local torch gives what memory happens to hold"
 FORMULA = "for tensor subclasses torch takes another formula; the numbers are the same, the strides of this are not"
-RESIZES = "local torch changes the operand's shape, against its documentation"
 #: (name, layout) -> why it fails with operands that lie so.
 FAILS_LAID: dict[tuple[str, str], str] = {
     **{(name, layout): why for name, why in FAILS.items() if why is SPARSE for layout in database.LAYOUTS},
@@ -71,7 +70,6 @@ FAILS_LAID: dict[tuple[str, str], str] = {
     ("linalg.householder_product", "permuted"): FORMULA,
     **{("as_strided", layout): MEMORY for layout in ("expanded", "batch_of_one")},
     ("as_strided_scatter", "expanded"): MEMORY,
-    ("addbmm", "batch_of_one"): RESIZES,
 }
 if torch.__version__ >= (2, 15):
     FAILS_LAID["fmax", "permuted"] = FORMULA
