@@ -229,6 +229,18 @@ def test_a_meta_kernel_is_tried_once_for_operands_that_lie_alike(wrong: Any) -> 
     assert [questions(n) for n in (3, 4, 5, 5)] == [1, 1, 1, 0]  # it was wrong: the node is asked for each shape
 
 
+def test_a_node_that_does_more_than_this_cpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "is_doubtful", lambda *_: True)
+    x = torch.ones(5, 3, device=NODE)
+
+    def questions(n: int) -> int:
+        with testing.MessageLog() as log:
+            x[:n].erfinv()
+        return sum(name.startswith("Ask") for name in log.commands)
+
+    assert [questions(n) for n in (2, 3, 4, 4)] == [1, 0, 0, 0]
+
+
 def test_the_node_may_take_what_the_meta_kernel_refuses() -> None:
     x = torch.randn(2, 3, 4).transpose(0, 2)
     assert torch.equal(torch.view_copy(x.to(NODE), (4, 6)).cpu(), torch.view_copy(x, (4, 6)))

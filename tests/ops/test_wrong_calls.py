@@ -112,14 +112,6 @@ def test_a_right_call_asks_nothing() -> None:
     assert questions(lambda: (i // i, i % i, F.pixel_shuffle(wide, 2), F.avg_pool2d(wide, 7), wide.flatten() + 1)) == 0
 
 
-def test_a_node_that_does_more_than_this_cpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from disttensor.dispatch import trial
-
-    monkeypatch.setattr(trial, "is_doubtful", lambda *_: True)
-    x = torch.ones(5, 3, device=NODE)
-    assert [questions(lambda n=n: x[:n].erfinv()) for n in (2, 3, 4, 4)] == [1, 0, 0, 0]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_an_asked_call_should_have_written_stays(stream: bool) -> None:
     """With streams as without: only an error that comes later leaves nothing to compute with."""
