@@ -8,6 +8,8 @@ identity.
 
 from __future__ import annotations
 
+import copyreg
+import pkgutil
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +29,14 @@ T = TypeVar("T")
 OWN = ("_h", "_is_param", "_made")
 
 
-class DistributedTensor(torch.Tensor):
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+    """The class of proxies' class, which is pickled by the name under which it is found."""
+
+
+copyreg.pickle(_Kind, lambda kind: (pkgutil.resolve_name, (f"{__name__}:{kind.__qualname__}",)))
+
+
+class DistributedTensor(torch.Tensor, metaclass=_Kind):
     """A tensor that lives on a node. Operations, factories and ``.to("node:k")`` make it; the class can't be called.
 
     It has shape, dtype, strides and device, and all of torch's operations; they return at once. ``item``, ``cpu``,
@@ -35,6 +44,8 @@ class DistributedTensor(torch.Tensor):
     has to do in another way.
     """
 
+    #: libraries for several kinds of arrays (opt_einsum, autoray) take their functions from the package that this names
+    __module__ = "torch"
     _h: Handle
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -248,3 +259,8 @@ __all__ = [
     "set_geometry",
     "where_is",
 ]
+
+
+def class_of_proxies(original: object) -> type[DistributedTensor]:
+    """Returns what is ``torch.DistributedTensor`` in a session."""
+    return DistributedTensor

@@ -16,6 +16,7 @@ import torch
 from ..proxy.meta import set_bits
 from ..proxy.proxy import OWN, DistributedTensor, method
 from ..runtime.process.signals import uninterrupted
+from .modules import unexchangeable
 from .uninitialized import class_of
 
 _data = torch.Tensor.data
@@ -62,9 +63,16 @@ def _exchange(a: torch.Tensor, b: torch.Tensor) -> None:
     allowed."""
     ours, theirs = ({k: v for k, v in t.__dict__.items() if k in OWN} for t in (a, b))
     rest = {k: v for k, v in a.__dict__.items() if k not in OWN}
+    try:
+        torch._C._swap_tensor_impl(a, b)
+    except RuntimeError as e:
+        e.add_note(
+            "a tensor that goes to a node, or back, becomes another one in place, and something refers to its C++ "
+            "tensor, as a profile with record_shapes=True does: move it before the profile begins"
+        )
+        raise
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = rest | theirs, ours
-    torch._C._swap_tensor_impl(a, b)
 
 
 def _moved(grads: Any) -> NoReturn:
@@ -112,6 +120,8 @@ def compatible(original: Callable[[torch.Tensor, torch.Tensor], bool]) -> Callab
     def can_be_set(a: torch.Tensor, b: torch.Tensor) -> bool:
         if not isinstance(a, DistributedTensor) and not isinstance(b, DistributedTensor):
             return original(a, b)
-        return a.layout is b.layout is torch.strided  # a sparse gradient is replaced by another tensor
+        if a.layout is not torch.strided or b.layout is not torch.strided:
+            return False  # a sparse gradient is replaced by another tensor
+        return isinstance(a, DistributedTensor) == isinstance(b, DistributedTensor) or not unexchangeable(a)
 
     return can_be_set

@@ -6,6 +6,7 @@ operators when they are asked for; a node has all of them under the same names.
 
 from __future__ import annotations
 
+import copyreg
 import pkgutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -21,6 +22,8 @@ _BOUND = "pybind11_type"
 def reduced(value: Any) -> tuple[Callable[[str], Any], tuple[str]] | None:
     """Returns a function and its argument that give the object by its name; None for what has no such name, and for
     what cloudpickle names by itself."""
+    if isinstance(value, type) and (reduce := copyreg.dispatch_table.get(type(value))) is not None:
+        return reduce(value)  # type: ignore[return-value]  # cloudpickle would look at the class first
     for name in _names(value):
         try:
             found = pkgutil.resolve_name(name)

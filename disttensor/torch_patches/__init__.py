@@ -104,6 +104,11 @@ PATCHES: tuple[Patch, ...] = (
         "torch._C._set_default_tensor_type", "torch_backend.register:set_default", SESSION,
         "the same of torch.set_default_tensor_type", "a hook for changes of the default",
     ),
+    Patch(
+        "torch.DistributedTensor", "proxy.proxy:class_of_proxies", SESSION,
+        "the class of proxies says that it is torch's, for libraries that go by that; cloudpickle looks whether it is",
+        "nothing: this is a name more", adds=True,
+    ),
     *(
         Patch(
             setter, "torch_backend.switches:following", SESSION,
@@ -134,6 +139,23 @@ PATCHES: tuple[Patch, ...] = (
         "torch.Tensor.data", "storage.set_data:settable", SESSION,
         "p.data = q and Module.to keep a parameter's identity between the script and nodes; torch refuses",
         "swap_tensors for set_data between kinds of tensors",
+    ),
+    Patch(
+        "torch.nn.Module._apply", "storage.modules:applying", SESSION,
+        "ScriptModules keep their parameters in C++, and what becomes of the Python objects changes nothing",
+        "swap_tensors for set_data between kinds of tensors",
+    ),
+    Patch(
+        "torch.jit.load", "storage.modules:loading", SESSION,
+        "map_location='node:1': C++ makes tensors that no proxy stands for", "asking the device's module",
+    ),
+    *(
+        Patch(
+            f"torch.jit.{kind}.{name}", "storage.modules:saving", SESSION,
+            "the storage of a tensor on a node can't be written from C++", "asking the tensors for their bytes",
+        )
+        for kind in ("ScriptModule", "RecursiveScriptModule")
+        for name in ("save", "save_to_buffer")
     ),
     Patch(
         "torch._has_compatible_shallow_copy_type", "storage.set_data:compatible", SESSION,
@@ -177,6 +199,18 @@ PATCHES: tuple[Patch, ...] = (
             ("other_roundings", ("asgd", "nadam", "radam")),
         )
         for name in names
+    ),
+    *(
+        Patch(
+            f"torch.nested.{name}", "torch_backend.nested:refusing", SESSION,
+            "a nested tensor of tensors on nodes: C++ fails in its middle, or makes one that nothing can use",
+            "asking the device for its layouts", optional=True,
+        )
+        for name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow", "masked_select")
+    ),
+    Patch(
+        "torch.nested._internal.nested_tensor.NestedTensor.__new__", "torch_backend.nested:new", SESSION,
+        "a jagged tensor's copy to a node, which torch makes of its parts", "asking the device for its layouts",
     ),
     Patch(
         "torch.nn.utils.clip_grad._get_total_norm", "meshes.gradients:of_whole_tensors", SESSION,

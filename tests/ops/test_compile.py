@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ def test_training(backend: str, home: Home) -> None:
     home.same(*results)
 
 
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 OPTIMIZERS = [
     ("Adam", None), ("AdamW", False), ("RMSprop", None), ("NAdam", None), ("RAdam", False), ("ASGD", None),
     ("Adamax", None), ("Adadelta", None), ("Adagrad", True), ("Rprop", None), ("Adafactor", None),
@@ -68,15 +77,7 @@ def test_steps_of_optimizers(name: str, foreach: bool | None) -> None:
         torch.manual_seed(0)
         model, x = torch.nn.Linear(3, 2).to(device), torch.arange(12.0).view(4, 3).to(device)
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=choice)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        compiled = torch.compile(step, backend="eager")
+        compiled = torch.compile(partial(_step, model, optimizer), backend="eager")
         results.append(([compiled(x).detach() for _ in range(3)], [p.detach() for p in model.parameters()]))
     same(*results)
 

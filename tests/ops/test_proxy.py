@@ -5,11 +5,18 @@ On a node, and on a mesh whose ranks have different values.
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
+import pickle
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from equal import same
@@ -274,3 +281,27 @@ def test_dispatch_and_function_modes_see_operations(home: Home) -> None:
             y = x + x
         assert seen == [name]
         home.same(y, torch.full((3,), 2.0))
+
+
+def test_libraries_for_several_kinds_of_arrays_take_torchs_functions() -> None:
+    """As opt_einsum and autoray do: the package's name that a class tells is where they look for functions."""
+
+    def do(name: str, *args: Any) -> Any:
+        return getattr(importlib.import_module(type(args[0]).__module__.split(".")[0]), name)(*args)
+
+    x = torch.arange(4.0).view(2, 2)
+    for remote in (x.to("node:1"), torch.nn.Parameter(x.to("node:1"))):
+        same(do("matmul", remote, remote).detach(), x @ x)
+        same(do("tensordot", remote, remote, 1).detach(), torch.tensordot(x, x, 1))
+
+
+def test_the_class_is_pickled_by_its_name(script: Callable[..., CompletedProcess[str]]) -> None:
+    """So a process that has no session finds it."""
+    kind = dt.DistributedTensor
+    assert dt.run(lambda: kind.__name__, node=1) == kind.__name__
+    for dumped in (pickle.dumps(kind), cloudpickle.dumps(kind)):
+        assert pickle.loads(dumped) is kind
+        found = script(f"import pickle; print(pickle.loads({dumped!r}).__qualname__)")
+        assert found.stdout == "DistributedTensor\n", found.stderr
+    assert copy.deepcopy(kind) is kind
+    assert pickle.loads(pickle.dumps(torch.Tensor)) is torch.Tensor

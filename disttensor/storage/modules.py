@@ -1,0 +1,108 @@
+"""``Module.to`` of modules whose parameters can't become others in place: TorchScript's, and any that a profile sees.
+
+A ScriptModule's parameters are C++'s; the Python objects that it shows are made when they are asked for, so that what
+becomes of them changes nothing. And a profile with shapes refers to the tensors that it has seen, which torch does not
+exchange then. Modules get new parameters there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..proxy.proxy import DistributedTensor
+
+
+def applying(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        """Does as torch's own; TorchScript's modules get tensors on nodes as new parameters."""
+        if not isinstance(self, torch.jit.ScriptModule):
+            return original(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for slots in (self._parameters, self._buffers):
+            for name, tensor in list(slots.items()):
+                if tensor is not None:
+                    _put(slots, name, tensor, fn)
+        return self
+
+    return _apply
+
+
+def _put(slots: Any, name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with torch.no_grad():
+        value = fn(tensor)
+        if not isinstance(tensor, DistributedTensor) and not isinstance(value, DistributedTensor):
+            tensor.data = value  # the C++ tensor itself, which whoever has it goes on with, as torch does
+            if tensor.grad is not None:
+                tensor.grad.data = fn(tensor.grad)
+            return
+        new = torch.nn.Parameter(value, tensor.requires_grad) if tensor.requires_grad else value
+        if tensor.grad is not None:
+            new.grad = fn(tensor.grad)
+    slots[name] = new
+
+
+def unexchangeable(tensor: torch.Tensor) -> bool:
+    """Returns whether a profile refers to a parameter that nothing else has but its module, which may get another one
+    in its place."""
+    if not torch.autograd._profiler_enabled():
+        return False
+    other = torch.empty(0)
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:
+        holders = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, FrameType)]
+        # the module's dict, and the pair that torch's loop over that has at the moment
+        return sum(not isinstance(each, tuple) for each in holders) == 1 and len(holders) <= 2
+    torch._C._swap_tensor_impl(tensor, other)
+    return False
+
+
+def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a TorchScript program; its tensors go to a node from here."""
+        device = torch.device(map_location) if isinstance(map_location, str) else map_location
+        if getattr(device, "type", "") != "node":
+            return original(f, map_location, *args, **kwargs)
+        return original(f, "cpu", *args, **kwargs).to(device)
+
+    return load
+
+
+def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes a module with its tensors as they are here: those on nodes as copies on the CPU, so that the file
+        loads where there are no nodes."""
+        with _here(self):
+            return original(self, *args, **kwargs)
+
+    return save
+
+
+@contextmanager
+def _here(module: torch.jit.ScriptModule) -> Iterator[None]:
+    slots = [
+        (owner, name, tensor)
+        for each in module.modules()
+        for owner in (each._parameters, each._buffers)
+        for name, tensor in owner.items()
+        if isinstance(tensor, DistributedTensor)
+    ]
+    try:
+        for owner, name, tensor in slots:
+            local = tensor.detach().cpu()
+            owner[name] = torch.nn.Parameter(local) if tensor.requires_grad else local
+        yield
+    finally:
+        for owner, name, tensor in slots:
+            owner[name] = tensor
