@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..proxy.proxy import DistributedTensor
+from ..runtime.process.signals import uninterrupted
 
 
 def applying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,11 +51,10 @@ def _put(slots: Any, name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor
     slots[name] = new
 
 
+@uninterrupted
 def unexchangeable(tensor: torch.Tensor) -> bool:
-    """Returns whether a profile refers to a parameter that nothing else has but its module, which may get another one
-    in its place."""
-    if not torch.autograd._profiler_enabled():
-        return False
+    """Returns whether a profile, which may have ended, refers to a parameter that nothing else has but its module,
+    which may get another one in its place."""
     other = torch.empty(0)
     try:
         torch._C._swap_tensor_impl(tensor, other)

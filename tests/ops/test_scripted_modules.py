@@ -117,8 +117,11 @@ def test_modules_made_while_a_profile_records_shapes() -> None:
         assert "record_shapes=True" in "".join(caught.value.__notes__)
         assert any(p is module.weight for p in optimizer.param_groups[0]["params"])
         assert module.weight.device.type == "cpu"
-    module.to("node:1")  # afterwards as ever
-    assert tied.weight is module.weight
+    late = nn.Linear(2, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        want = late(X)
+    late.to("node:1")  # a profile that has ended refers to it, too
+    same(late(X.to("node:1")).detach(), want.detach())
 
 
 NESTED: dict[str, Callable[[torch.Tensor, str], object]] = {
