@@ -29,11 +29,16 @@ T = TypeVar("T")
 OWN = ("_h", "_is_param", "_made")
 
 
-class _Kind(type(torch.Tensor)):  # type: ignore[misc]
-    """The class of proxies' class, which is pickled by the name under which it is found."""
+class _Kind(torch._C._TensorMeta):
+    """The class of proxies' classes, which are pickled by the names under which they are found."""
 
 
-copyreg.pickle(_Kind, lambda kind: (pkgutil.resolve_name, (f"{__name__}:{kind.__qualname__}",)))
+def _by_name(kind: _Kind) -> tuple[Callable[[str], Any], tuple[str]]:
+    module = __name__ if kind is DistributedTensor else kind.__module__
+    return pkgutil.resolve_name, (f"{module}:{kind.__qualname__}",)
+
+
+copyreg.pickle(_Kind, _by_name)
 
 
 class DistributedTensor(torch.Tensor, metaclass=_Kind):
@@ -261,6 +266,6 @@ __all__ = [
 ]
 
 
-def class_of_proxies(original: object) -> type[DistributedTensor]:
+def class_of_proxies(original: object) -> Any:
     """Returns what is ``torch.DistributedTensor`` in a session."""
     return DistributedTensor

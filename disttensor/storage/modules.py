@@ -91,7 +91,7 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _here(module: torch.jit.ScriptModule) -> Iterator[None]:
-    slots = [
+    slots: list[tuple[Any, str, Any]] = [
         (owner, name, tensor)
         for each in module.modules()
         for owner in (each._parameters, each._buffers)

@@ -304,4 +304,7 @@ def test_the_class_is_pickled_by_its_name(script: Callable[..., CompletedProcess
         found = script(f"import pickle; print(pickle.loads({dumped!r}).__qualname__)")
         assert found.stdout == "DistributedTensor\n", found.stderr
     assert copy.deepcopy(kind) is kind
+    rows = torch.nn.Embedding(3, 2, sparse=True, device="node:1")
+    rows(torch.tensor([1]).to("node:1")).sum().backward()
+    assert pickle.loads(pickle.dumps(type(rows.weight.grad))) is type(rows.weight.grad) is not kind
     assert pickle.loads(pickle.dumps(torch.Tensor)) is torch.Tensor
