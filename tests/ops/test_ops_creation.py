@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from differential import as_local, evaluate, inputs, lines, on_places
 from equal import same, send
+from homes import Home
 
 import disttensor as dt
 
@@ -156,3 +157,14 @@ def test_generator_state_round_trip() -> None:
     first = torch.rand(5, device="node:1").cpu()
     torch.node.set_rng_state(state, "node:1")
     assert torch.equal(torch.rand(5, device="node:1").cpu(), first)
+
+
+def test_empty_tensors_are_filled_while_that_is_asked_for(home: Home) -> None:
+    """By the switch as it is where they are made, though a node makes them at their first use otherwise."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, want = ([torch.empty(3, device=d), torch.empty_strided((2, 2), (1, 2), device=d, dtype=torch.int64)]
+                     for d in (home.device, "cpu"))  # fmt: skip
+    finally:
+        torch.use_deterministic_algorithms(False)
+    home.same(got, want)

@@ -43,7 +43,7 @@ def objects() -> dict[str, Any]:
         for key, value in vars(module).items():
             if isinstance(value, type) and type(value) is not type and not key.startswith("_"):
                 found[f"{module.__name__}:{key}"] = value
-    return {name: value for name, value in found.items() if not re.search(r"\b_|\bnode\b", name)}
+    return {name: value for name, value in found.items() if not re.search(r"\b_|\bnode\b|\bDistributed", name)}
 
 
 def found_there(objects: dict[str, Any]) -> list[str]:
