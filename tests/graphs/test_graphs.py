@@ -303,7 +303,7 @@ def test_a_tensor_sent_in_the_block_is_a_constant_even_if_the_program_writes_it(
 def test_a_tensor_sent_in_the_block_is_as_it_was_sent_though_the_script_has_written_it(
     place: str, kept: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """The tensor, or a view of it, is what the script holds: in eager each step has a new one."""
+    """The script holds the tensor, or a view of it: in eager each step has a new one."""
     device = torch.device("node:0") if place == "node" else dt.mesh(dp=2, nodes=[0, 1]).device
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
