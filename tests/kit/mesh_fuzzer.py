@@ -222,7 +222,7 @@ def fails(program: Program) -> str:
 # ---- shorter ---------------------------------------------------------------------------------------------------------
 
 
-def shorter(program: Program, seconds: float = 20.0) -> tuple[Program, str]:
+def shorter(program: Program, seconds: float = 12.0) -> tuple[Program, str]:
     """The program without the statements that are not needed for a difference, and the difference."""
     text, end = fails(program), time.monotonic() + seconds
     if not text:
