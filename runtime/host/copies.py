@@ -12,7 +12,7 @@ class Copies(NamedTuple):
     """Several processes of one script, each of which would start a session of its own."""
 
     by: str  #: the command that has started them
-    count: int
+    number: int
     instead: str  #: what makes them one job
 
 

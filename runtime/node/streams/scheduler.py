@@ -26,6 +26,7 @@ from ..held import Holding
 from ..state import NodeState
 from ..store import Entry, Later, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
+from ..user_functions import Returned
 from .cuda_lane import CudaLane, CudaMark, keep_for_default
 from .events import Events
 from .lane import Lane, Results, Run, Task, Values, when_all
@@ -231,7 +232,7 @@ class Scheduler(Lanes):
         sends = list(self.store.sending)
         held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
 
-        def done(values: Callable[[int], Any]) -> tuple[list[Any], list[Any]]:
+        def done(values: Callable[[int], Any]) -> Returned:
             with page.mine.function_beside(number):
                 return job(values)
 
