@@ -23,6 +23,9 @@ from disttensor import testing
 #: Programs of each seed.
 PROGRAMS = 20
 
+# its session has many nodes, which a mutant's few seconds may not be enough for; `make fuzz` has no limit
+pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
+
 
 @pytest.fixture(scope="module", params=["local", pytest.param("inproc", marks=pytest.mark.slow)])
 def session(request: pytest.FixtureRequest) -> Iterator[str]:
