@@ -352,7 +352,10 @@ class NodeState:
     def settle_all(self) -> None:
         """Waits for all receives and sends."""
         for ref in list(self.store.pending):
-            self.entry(ref)
+            if ref in self.store.entries:
+                self.entry(ref)
+            else:  # a replay has freed it, and nothing had used it
+                del self.store.pending[ref]
         self.store.settle(None)
 
     def give_up(self, command: c.Command, poison: Poison) -> None:

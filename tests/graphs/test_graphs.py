@@ -328,6 +328,19 @@ def test_a_tensor_sent_in_the_block_is_as_it_was_sent_though_the_script_has_writ
         assert mine.flatten().tolist() == (kept(torch.tensor([1.0, 2.0])) + call).flatten().tolist()
 
 
+def test_a_copy_that_the_block_drops_unused_can_be_waited_for() -> None:
+    x = torch.ones(3, device="node:0")
+
+    def step() -> None:
+        x.to("node:1")
+
+    step()
+    g, _ = recorded(step)
+    for _ in range(3):
+        g.replay()
+        dt.synchronize()
+
+
 def test_a_block_that_fails_records_nothing() -> None:
     x = torch.ones(2, device="node:0")
     g = dt.Graph()
