@@ -23,7 +23,7 @@ from ..runtime.node.checkpoint_files import Shard
 from ..runtime.process.spelling import did_you_mean
 from ..session import current
 from ..tasks.calls import Calls, first_of
-from .folder import read_metadata
+from .folder import Hashes, read_checkpoint
 from .parts import parts_of
 from .saving import Saves
 from .state import Entry, State
@@ -65,21 +65,25 @@ def load(
     session = current.session()
     session.part(Saves).wait()
     folder = Path(os.path.abspath(os.fspath(path)))
-    state = State(state_dict)
-    metadata, hashes = read_metadata(folder)
-    state.prepare(metadata)
-    plan = _Plan(folder, metadata, hashes if check_hashes else {})
-    plan.fill(state, strict)
-    plan.run(session, here(3), check_hashes)
-    for name, value in plan.values():
-        state.put(name, value)
-    state.give_back()
+    site = here(3)
+
+    def take(metadata: Metadata, hashes: Hashes) -> None:
+        state = State(state_dict)
+        state.prepare(metadata)
+        plan = _Plan(folder, metadata, hashes if check_hashes else {})
+        plan.fill(state, strict)
+        plan.run(session, site, check_hashes)
+        for name, value in plan.values():
+            state.put(name, value)
+        state.give_back()
+
+    read_checkpoint(folder, take)
 
 
 class _Plan:
     """The plan of one load: for each node (None: the script) what it reads, and into which tensors."""
 
-    def __init__(self, folder: Path, metadata: Metadata, hashes: dict[tuple[str, int], tuple[int, str]]) -> None:
+    def __init__(self, folder: Path, metadata: Metadata, hashes: Hashes) -> None:
         self._folder, self._metadata, self._hashes = folder, metadata, hashes
         self._places: dict[int | None, Any] = {None: None}
         self._items: dict[int | None, list[ReadItem]] = {None: []}

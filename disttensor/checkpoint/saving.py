@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +25,7 @@ from ..futures import Work
 from ..meshes.cut import whole_shape
 from ..proxy.proxy import where_is
 from ..runtime.channel.ticket import Ticket
+from ..runtime.master.failures import line_of
 from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import Item, Shard, Written
@@ -38,6 +39,11 @@ from ..tasks.calls import Calls, first_of
 from .folder import Folder
 from .parts import Part, parts_of
 from .state import Entry, State
+
+_log = logging.getLogger("disttensor")
+
+#: Seconds after which the end of a session says which checkpoint it waits for, and the longest ones between two lines.
+_SAYS, _SAYS_LAST = 5.0, 60.0
 
 
 @spelled
@@ -94,15 +100,23 @@ def async_save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, c
 
 
 class Saves:
-    """The saves of one session that go on beside the script."""
+    """The saves of one session that are under way."""
+
+    #: The script's end waits for them as long as they take: what is not on the disk then is lost.
+    outlasts = True
 
     def __init__(self) -> None:
-        self.last: _Saving | None = None
+        self.last: _Saving | None = None  #: the one that goes on beside the script, or did
         self.lock = threading.RLock()  #: held by a thread that begins one
+        self.jobs: list[_Job] = []  #: all of them, those of other threads as well
 
     def forked(self) -> None:
-        """Makes a new lock in a forked child: the thread that held the other one may not be there."""
+        """Makes a new lock in a forked child: the thread that held the other one may not be there. The child lets go of
+        the folders, for it would have them locked when the script has ended."""
         self.last, self.lock = None, threading.RLock()
+        for job in self.jobs:
+            job.folder.forked()
+        self.jobs = []
 
     def wait(self) -> None:
         """Waits for the save under way; raises its error, if nobody has asked for it."""
@@ -115,15 +129,32 @@ class Saves:
                 raise error
 
     def finish(self, deadline: float | None) -> list[Exception]:
-        """Waits for the save under way until a time of time.monotonic; returns its error, if nobody has asked for it.
+        """Waits for the saves under way, whatever the ``deadline``, and says so after some seconds; returns the last
+        one's error, if nobody has asked for it.
 
-        Called at the session's end.
+        Called at the session's end. Ctrl-C ends the waiting: its note names what was not written.
         """
+        say = _SAYS
+        for job in list(self.jobs):
+            try:
+                while not job.over.wait(say):
+                    _log.warning(
+                        "the end of the session waits for the checkpoint %s, which is not written yet (saved at %s); "
+                        "Ctrl-C gives it up, and leaves what was there before",
+                        job.folder.path,
+                        line_of(job.site),
+                    )
+                    say = min(2 * say, _SAYS_LAST)
+            except BaseException as error:
+                error.add_note(
+                    f"  the checkpoint {job.folder.path} was not written: the end did not wait for it any more"
+                )
+                raise
         if self.last is None:
             return []
-        self.last.settle(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        error = self.last.unasked()
-        return [] if error is None else [error]
+        self.last.settle()
+        unasked = self.last.unasked()
+        return [] if unasked is None else [unasked]
 
 
 class _Saving(Work):
@@ -187,8 +218,10 @@ class _Job:
         flag("check_replicas", check_replicas)
         waits(f"checkpoint.{what}")
         self.session: Session = current.session()
-        self.session.part(Saves).wait()
-        self._site = here(3)
+        self._saves = self.session.part(Saves)
+        self._saves.wait()
+        self.site = here(3)
+        self.over = threading.Event()  #: set when it has ended, in whichever way
         self.folder = Folder(path)
         state = State(state_dict)
         self._places: dict[int | None, Any] = {None: None}  #: those of nodes, by number; None is the script
@@ -202,7 +235,7 @@ class _Job:
         self._same: list[tuple[str, MeshPlace, list[tuple[int, int, int]]]] = []
         with no_collection():  # all that it makes is kept, and a collection in the middle takes as long as the rest
             self._plan(state, check_replicas)
-        self._calls = Calls(self.session, self._site)
+        self._calls = Calls(self.session, self.site)
 
     @property
     def nodes(self) -> list[int]:
@@ -281,10 +314,11 @@ class _Job:
 
     def begin(self, beside: bool) -> None:
         """Has the nodes begin, on a stream of its own if they are to write ``beside`` what comes next."""
-        self.folder.begin()
         folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
         calls = self._calls
         try:
+            self._saves.jobs.append(self)
+            self.folder.begin()
             for n in self.nodes:
                 replicas, sizes = self._replicas.get(n, ([], []))
                 written = self._items[n], self._values[n]
@@ -312,12 +346,14 @@ class _Job:
             failed = [result for result in (own, *outcomes) if isinstance(result, Exception)]
             if failed:
                 raise first_of(failed)
+            said = [own, *(its for _, its in outcomes)]
+            self._seen_by_all(said)
             self._same_everywhere({n: prints for n, (prints, _) in zip(self.nodes, outcomes, strict=True)})
             results: list[WriteResult] = []
             shards: list[Shard] = []
             metadata, plans = self._torchs()
-            for node, said in [(None, own), *((n, its) for n, (_, its) in zip(self.nodes, outcomes, strict=True))]:
-                for item, one in zip(plans[node].items, said, strict=True):
+            for node, its in zip([None, *self.nodes], said, strict=True):
+                for item, one in zip(plans[node].items, its, strict=True):
                     written = Written(*one)
                     info = _StorageInfo(written.file, written.offset, written.length)
                     results.append(WriteResult(item.index, written.length, info))
@@ -326,10 +362,12 @@ class _Job:
         except BaseException as error:
             self._give_up()
             if isinstance(error, Exception):
-                error.add_note(f"  the checkpoint {self.folder.path} was not written; what was there before still is")
+                now = "was not written; what was there before still is"
+                if self.folder.counts():
+                    now = "is written, and may not be on the disk yet"
+                error.add_note(f"  the checkpoint {self.folder.path} {now}")
             raise
-        finally:
-            self._drop()
+        self._drop()
 
     def _write_own(self) -> Any:
         """Returns what ``write`` returns for the script's own part, or its error: nodes are writing meanwhile."""
@@ -340,6 +378,20 @@ class _Job:
             )
         except Exception as error:
             return error
+
+    def _seen_by_all(self, said: list[Any]) -> None:
+        """Raises OSError where a host, whose name it has said, does not see the claim."""
+        for node, host in zip([None, *self.nodes], said, strict=True):
+            if isinstance(host, str):
+                if not self.folder.has_claim():
+                    raise self.folder.lost()
+                error = FileNotFoundError(
+                    f"host {host} does not see the folder {self.folder.path} that the script has made: a checkpoint is "
+                    "written by the nodes themselves, into a folder on a file system that they and the script share"
+                )
+                if node is not None:
+                    error.add_note(f"  failed: on node {node} (host {host})\n  issued: {line_of(self.site)}")
+                raise error
 
     def _same_everywhere(self, said: dict[int, list[bytes]]) -> None:
         """Raises RanksDiffer where ranks have different values of what should be one."""
@@ -359,11 +411,17 @@ class _Job:
 
     def _give_up(self) -> None:
         """Removes what was written."""
-        self._drop()
-        self.folder.abort()
+        try:
+            self._calls.__exit__()
+        finally:
+            self.folder.abort()
+            self._drop()
 
     def _drop(self) -> None:
         self._calls.__exit__()
+        if self in self._saves.jobs:
+            self._saves.jobs.remove(self)
+        self.over.set()
 
 
 def _padded(tensor: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -176,8 +176,9 @@ class Session:
         ``make()``.
 
         A part ends with the session. Its method ``forked``, if it has one, is called in a forked child; ``finish`` at
-        the session's end, with the time until which it may wait for what is under way: it returns errors; ``lost`` when
-        a node is lost, under the link's lock.
+        the session's end, with the time until which it may wait for what is under way: it returns errors. One that has
+        ``outlasts`` is waited for first, as long as it takes, however the session ends; ``lost`` when a node is lost,
+        under the link's lock.
         """
         found = self._parts.get(make)
         if found is None:
@@ -234,10 +235,11 @@ class Session:
         """
         link = self.link
         link.patient = timeout is None
+        with link.unheard():
+            errors = self.outlast()
         deadline = None if timeout is None else time.monotonic() + timeout
-        errors: list[Exception] = []
         for part in list(self._parts.values()):
-            if (finish := getattr(part, "finish", None)) is not None:
+            if not getattr(part, "outlasts", False) and (finish := getattr(part, "finish", None)) is not None:
                 with link.unheard():
                     errors += finish(deadline)
 
@@ -275,6 +277,13 @@ class Session:
         for other in errors[1:]:
             errors[0].add_note(in_short(other))
         return errors[0] if errors else None
+
+    def outlast(self) -> list[Exception]:
+        """Waits for what the script's end waits for as long as it takes; returns its errors that nobody has asked for.
+
+        Ctrl-C ends the waiting.
+        """
+        return [e for part in list(self._parts.values()) if getattr(part, "outlasts", False) for e in part.finish(None)]
 
     def forked(self) -> None:
         """Makes a forked child's copy unusable: nothing works any more, and nothing waits for a lock that a thread of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -47,7 +48,10 @@ from . import notebook
 from .rendezvous import rendezvous_of, script_folder
 from .settings import Settings, check
 
-#: Seconds for which the end of a script waits for commands that its nodes still run.
+_log = logging.getLogger("disttensor")
+
+#: Seconds for which the end of a script waits for commands that its nodes still run; it waits for checkpoints as long
+#: as they take.
 AT_EXIT = 2.0
 
 
@@ -55,7 +59,7 @@ class SessionContext:
     """The result of ``init_master_worker``: a context manager that shuts the session down at the end of its ``with``
     block.
 
-    After an error in the block it does not wait for commands under way, and raises none of their errors.
+    After an error in the block it waits for checkpoints under way only, and raises no error of what else is.
     """
 
     def __init__(self, session: Session) -> None:
@@ -432,11 +436,14 @@ def _end(report: bool, timeout: float | None = None) -> None:
     if session is None:
         return
     error: BaseException | None = None
-    if report:
-        try:
+    try:
+        if report:
             error = session.drain_and_collect_errors(timeout)
-        except BaseException as e:  # Ctrl-C
-            error = e
+        else:
+            for each in session.outlast():
+                _log.error("%s", "\n".join([f"{type(each).__name__}: {each}", *getattr(each, "__notes__", ())]))
+    except BaseException as e:  # Ctrl-C
+        error = e
     selfcheck.end()
     current.set_session(None)
     streams.forget()
@@ -463,17 +470,21 @@ def _register_once() -> None:
 def _at_exit() -> None:
     """Ends the session at the end of the script.
 
-    An error or a loss that nobody noticed is printed and makes the exit code non-zero.
+    An error or a loss that nobody noticed is printed and makes the exit code non-zero; so does Ctrl-C, which ends the
+    waiting.
     """
     session = current.current()
     try:
         _end(report=True, timeout=AT_EXIT)
-    except Exception as e:
+    except (Exception, KeyboardInterrupt) as e:
         import traceback
 
         sys.stdout.flush()
         what = "a node was lost" if isinstance(e, NodeLost) else "an operation failed"
-        print(f"disttensor: {what} and nothing in the script asked for its result:", file=sys.stderr)
+        text = f"{what} and nothing in the script asked for its result:"
+        if isinstance(e, KeyboardInterrupt):
+            text = "Ctrl-C at the script's end, while it waited:"
+        print(f"disttensor: {text}", file=sys.stderr)
         traceback.print_exception(e.with_traceback(None))
         sys.stderr.flush()
         if session is not None and session.launcher is not None:

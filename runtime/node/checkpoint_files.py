@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ..protocol.flat import as_bytes
+from .checkpoint_disk import DISK, Disk, Files, opened_file
 from .held import Held, apart
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
@@ -85,7 +86,7 @@ def save(
     values: Sequence[Any],
     replicas: Sequence[Any],
     sizes: Sequence[Sequence[int] | None],
-) -> tuple[list[bytes], list[tuple[Any, ...]]]:
+) -> tuple[list[bytes], list[tuple[Any, ...]] | str]:
     """Writes as ``write`` does; returns the fingerprints of ``replicas`` (``sizes``: without padding), and what
     ``write`` returns. A replica is a tensor, or the index of that item.
 
@@ -108,35 +109,56 @@ def _copied(held: Held, sizes: Sequence[int] | None) -> torch.Tensor:
 
 
 def write(
-    folder: str, claim: str, prefix: str, items: Sequence[tuple[Any, ...]], values: Sequence[Any]
-) -> list[tuple[Any, ...]]:
+    folder: str,
+    claim: str,
+    prefix: str,
+    items: Sequence[tuple[Any, ...]],
+    values: Sequence[Any],
+    disk: Disk = DISK,
+) -> list[tuple[Any, ...]] | str:
     """Writes items (those of ``Item``), whose tensors or bytes are ``values``, into one file of a folder, and waits
     until they are on the disk; returns what ``Written`` is made of for each.
 
-    Raises OSError that names the file and this host: FileNotFoundError where the folder does not have ``claim``, by
-    which the script knows it, so that it is another one or not there.
+    Returns this host's name, and leaves nothing, where the folder does not have ``claim``, by which the script knows
+    it: it is another folder or not there, or the script has given the save up, and nobody is to hear of it then.
+    Raises OSError that names the file and this host.
     """
-    if not os.path.isdir(os.path.join(folder, claim)):
-        raise FileNotFoundError(
-            f"host {here()} does not see the folder {folder} that the script has made: a checkpoint is written by the "
-            "nodes themselves, into a folder on a file system that they and the script share"
-        )
+    sees = partial(disk.is_folder, os.path.join(folder, claim))
+    if not sees():
+        return here()
     if not items:
         return []
+    file = os.path.join(folder, f"{prefix}0.distcp")
+    try:
+        found = _write(folder, prefix, file, items, values, disk)
+    except OSError:
+        if sees():
+            raise
+    else:
+        if sees():
+            return found
+    with suppress(OSError):
+        disk.unlink(file)
+    return here()
+
+
+def _write(
+    folder: str, prefix: str, file: str, items: Sequence[tuple[Any, ...]], values: Sequence[Any], disk: Disk
+) -> list[tuple[Any, ...]]:
     given = [Item(*item) for item in items]
     plan = SavePlan([_write_item(item) for item in given], storage_data=_StoragePrefix(prefix))
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    file = os.path.join(folder, f"{prefix}0.distcp")
-    with _named(file, "written"):
+    writer.fs = Files(disk)
+    with named(file, "written"):
         results = writer.write_data(plan, _Given(given, values)).value()
         infos = {result.index: result.storage_data for result in results}
         found = [infos[item.key] for item in given]
-        with open(file, "rb") as opened:
-            syncing = _Beside(lambda: os.fsync(opened.fileno()))  # the disk is busy while the hashes are computed
+        with opened_file(file, disk) as opened:
+            syncing = _Beside(lambda: disk.fsync(opened.fileno()))  # the disk is busy while the hashes are computed
             with _mapped(opened) as data:
                 hashes = [_sha256(data, info.offset, info.length) for info in found]
             syncing.end()
-        sync_folder(folder)
+        disk.sync_folder(folder)
     return [tuple(Written(i.relative_path, i.offset, i.length, h)) for i, h in zip(found, hashes, strict=True)]
 
 
@@ -205,7 +227,7 @@ def check(folder: str, shards: Sequence[Shard]) -> None:
     Raises ValueError that names the shard, the file and this host where one is not what was written; OSError.
     """
     for file, mine in _by_file(folder, shards).items():
-        with _named(file, "read"), open(file, "rb") as opened, _mapped(opened) as data:
+        with named(file, "read"), opened_file(file) as opened, _mapped(opened) as data:
             for shard in mine:
                 if shard.offset + shard.length > len(data):
                     raise ValueError(
@@ -228,11 +250,12 @@ def read(folder: str, shards: Sequence[Shard], items: Sequence[ReadItem], target
     """
     places = {shard.item: _StorageInfo(shard.file, shard.offset, shard.length) for shard in shards}
     for file, mine in _by_file(folder, shards).items():
-        named = {shard.item for shard in mine}
+        its = {shard.item for shard in mine}
         reader = FileSystemReader(folder)
+        reader.fs = Files()
         reader.set_up_storage_reader(Metadata({}, storage_data=places), False)
-        plan = LoadPlan([item for item in items if item.storage_index in named])
-        with _named(file, "read"):
+        plan = LoadPlan([item for item in items if item.storage_index in its])
+        with named(file, "read"):
             reader.read_data(plan, _Into(targets)).wait()
 
 
@@ -266,7 +289,7 @@ def _named_shard(shard: Shard) -> str:
 
 
 @contextmanager
-def _named(file: str, done: str) -> Iterator[None]:
+def named(file: str, done: str) -> Iterator[None]:
     """Has what goes wrong with a file name it, and this host."""
     try:
         yield
@@ -293,23 +316,18 @@ def _sha256(data: memoryview, offset: int, length: int) -> str:
         return hashlib.sha256(part).hexdigest()
 
 
-def sync_folder(folder: str) -> None:
-    """Has a folder's names be on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class _Beside:
     """A function in a thread of its own."""
 
     def __init__(self, fn: Any) -> None:
         self._fn = fn
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="disttensor-fsync", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="disttensor-fsync", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter ends, and there are no more threads
+            self._thread = None
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -319,6 +337,7 @@ class _Beside:
 
     def end(self) -> None:
         """Waits for its end, and raises its error."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error

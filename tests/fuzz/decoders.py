@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from wire_values import of_type
 
 import disttensor as dt
+from disttensor.checkpoint.turn import Owner, decode_owner
 from disttensor.cli import checked_options, host_check
 from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.gloo.channel import GlooCarrier
@@ -828,6 +829,9 @@ DECODERS: tuple[Decoder, ...] = (
         covers=("runtime/launch/rendezvous/credentials.py:decode_invitation",),
         examples=60,
     ),
+    Decoder(
+        "who saves a checkpoint", jsons(Owner), decode_owner, covers=("disttensor/checkpoint/turn.py:decode_owner",)
+    ),
     Decoder("secret file", _texts("0123456789abcdef", " x\n"), _secret_file, (StartError,)),
     Decoder("secret in the environment", _texts("0123456789abcdef"), _secret_variable),
     Decoder(
@@ -890,7 +894,8 @@ USES_WITHOUT: dict[str, str] = {
     "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
     "disttensor/tasks/calls.py:Call.result": "values.decode, which is fuzzed",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
-    "disttensor/checkpoint/folder.py:read_metadata": "a checkpoint is trusted, for torch unpickles its .metadata",
+    "disttensor/checkpoint/folder.py:_hashes": "a checkpoint is trusted, for torch unpickles its .metadata",
+    "disttensor/checkpoint/folder.py:_check_torchs": "hexadecimal digits, which a pattern has found",
     "disttensor/cli/main.py:main": _OWN,
     "disttensor/startup/notebook.py:_unread": _KERNEL,
     "runtime/channel/nccl/library.py:Communicator._check": _LIBRARY,

@@ -258,3 +258,125 @@ def test_the_script_is_killed_while_nodes_write(tmp_path: Path) -> None:
             os.close(end)
         assert x_of(folder) == 1.0
         assert set(before) < set(os.listdir(folder))
+
+
+ENDS = """
+import os, signal, sys, threading
+import torch
+import disttensor as dt
+from disttensor.checkpoint import saving
+
+saving._SAYS = 0.01
+how, folder, fifo = sys.argv[1:]
+fsync = os.fsync
+
+def held(descriptor):
+    with open(fifo) as opened:
+        opened.read()
+    os.fsync = fsync
+    if how == "fails":
+        raise OSError(28, "No space left on device")
+    fsync(descriptor)
+
+def main():
+    x = torch.ones(100, device="node:1")
+    x.sum().item()
+    os.fsync = held
+    if how == "thread":
+        saves = threading.Thread(target=lambda: dt.checkpoint.save({"x": x}, folder), daemon=True)
+        saves.start()
+        while not os.path.isdir(folder) or not os.listdir(folder):
+            saves.join(0.001)
+    else:
+        dt.checkpoint.async_save({"x": x}, folder)
+
+if how == "error":
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        main()
+        raise ValueError("the program's own")
+dt.init_master_worker(nodes=2, launcher="inproc")
+main()
+"""
+
+
+@pytest.mark.fault(19)
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("ends", 0, ""),
+        ("thread", 0, ""),
+        ("error", 1, "ValueError: the program's own"),
+        ("fails", 1, "No space left on device"),
+        ("interrupted", 1, "Ctrl-C at the script's end, while it waited"),
+    ],
+)
+def test_the_end_of_a_script_waits_for_the_save(how: str, code: int, text: str, tmp_path: Path) -> None:
+    """As long as it takes, which it says. One that fails, or that Ctrl-C gives up, is named, and the exit code is 1."""
+    folder, fifo = tmp_path / "c", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "script.py").write_text(ENDS)
+    command = [sys.executable, str(tmp_path / "script.py"), how, str(folder), str(fifo)]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as running:
+        try:
+            assert running.stderr is not None
+            waits = f"waits for the checkpoint {folder}, which is not written yet (saved at"
+            before = ""
+            while waits not in before:  # it has come to its end
+                line = running.stderr.readline()
+                assert line, before
+                before += line
+            if how == "interrupted":
+                running.send_signal(signal.SIGINT)
+            else:
+                with open(fifo, "w"):
+                    pass
+            rest = running.stderr.read()
+            assert running.wait(HANG) == code, rest
+        finally:
+            running.kill()
+    assert text in rest
+    if how in ("fails", "interrupted"):
+        assert f"the checkpoint {folder} was not written" in rest
+        assert not (folder / ".metadata").exists()
+    else:
+        assert x_of(folder) == 1.0
+
+
+OTHER = """
+import os, sys
+from disttensor.checkpoint.folder import Folder
+folder = Folder(sys.argv[1])
+folder.begin()
+child = os.fork()  # it has a copy of what is locked
+if child == 0:
+    folder.forked()
+    sys.stdin.read()
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+os._exit(1)
+"""
+
+
+@pytest.mark.fault(46)
+def test_another_job_is_named_and_once_it_is_gone_is_replaced(tmp_path: Path) -> None:
+    """Whatever it has forked lives on."""
+    folder = tmp_path / "c"
+    with threads():
+        save(program(1.0), folder)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, "-c", OTHER, str(folder)]
+        with subprocess.Popen(command, text=True, **pipes) as running:  # type: ignore[call-overload]
+            try:
+                pid = running.stdout.readline().strip()
+                with pytest.raises(OSError, match=rf"is being saved to by process {pid} on host \S+, since"):
+                    save(program(2.0), folder)
+                assert loaded(folder) == (1.0,) * 4
+                running.kill()
+                running.wait()
+                save(program(3.0), folder)
+            finally:
+                running.kill()
+                running.stdin.close()
+    assert loaded(folder) == (3.0,) * 4
+    assert not [name for name in os.listdir(folder) if name.startswith(".s")]

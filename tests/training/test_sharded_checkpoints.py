@@ -667,6 +667,19 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.fault(47)
+def test_a_disk_that_is_full_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
+    """Where torch says that its own bytes are not where they should be, it is said why."""
+    large = torch.ones(300_000, device="node:1")
+    dt.run(limit, 500_000, node=1)
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*/c/__1_\w+_0.distcp can't be written on host \S+"):
+            save({"x": large}, tmp_path / "c")
+    finally:
+        dt.run(limit, -1, node=1)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.fault(47)
 @pytest.mark.usefixtures("small_files")
 def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
     """It is told by save, by the Work, and by the next save if nobody asked; what was there stays, and no more."""
@@ -712,6 +725,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     thread.join()
     assert not (tmp_path / "c").exists()
     dt.run(hold, None, node=1)
+    dt.synchronize()  # the node, which has found nothing there to write to, has nothing to tell
     save({"x": x}, tmp_path / "c")
 
 
