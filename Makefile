@@ -18,7 +18,7 @@ MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
 
-.PHONY: demo dev check unit test slow gpu fuzz chaos soak mutants flaked versions netns mpi slurm ssh ray bench clean
+.PHONY: demo dev check unit test slow gpu fuzz chaos kills soak mutants flaked versions netns mpi slurm ssh ray bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -75,6 +75,12 @@ SECONDS ?= 600
 SEED ?=
 chaos: dev
 	$(BIN)/python tools/ci/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# A kill takes some seconds, mostly for starting the next job. HOW=--threads: nodes are threads of the script.
+KILLS ?= 60
+HOW ?=
+kills: dev
+	tools/ci/kills.sh $(BIN)/python --kills $(KILLS) $(HOW) $(if $(SEED),--seed $(SEED))
 
 soak: dev
 	$(BIN)/python tools/ci/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
