@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from wire_values import of_type
 
 import disttensor as dt
-from disttensor.checkpoint.turn import Owner, decode_owner
+from disttensor.checkpoint.turn import decode_owner
 from disttensor.cli import checked_options, host_check
 from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.gloo.channel import GlooCarrier
@@ -830,7 +830,10 @@ DECODERS: tuple[Decoder, ...] = (
         examples=60,
     ),
     Decoder(
-        "who saves a checkpoint", jsons(Owner), decode_owner, covers=("disttensor/checkpoint/turn.py:decode_owner",)
+        "who saves a checkpoint",
+        _texts('{"number":"0123abcd","process":["a","b 1",7,"8"],"since":1.5,"locked":true}'),
+        decode_owner,
+        covers=("disttensor/checkpoint/turn.py:decode_owner",),
     ),
     Decoder("secret file", _texts("0123456789abcdef", " x\n"), _secret_file, (StartError,)),
     Decoder("secret in the environment", _texts("0123456789abcdef"), _secret_variable),
