@@ -1,4 +1,4 @@
-"""What an asynchronous collective is writing: until its ``wait()`` the other views of that memory can't be used.
+"""The other views of what an asynchronous collective is writing, which can't be used until its ``wait()``.
 
 A node does such a collective beside what it is given next. What uses the tensor itself waits there; what uses another
 view of its memory, which is another tensor to the node, does not, so the script refuses it at its line. It gives these
