@@ -180,8 +180,8 @@ def _spec(
         if launcher == "auto":
             if given["init_method"] is None and (found := copies(environment)) is not None:
                 raise ValueError(
-                    f"{found.by} has started {found.number} processes of this script, and each would start nodes of its "
-                    f"own; {found.instead}. Start the script once, by `python` or `dtrun`, or say "
+                    f"{found.by} has started {found.number} processes of this script, and each would start nodes of "
+                    f"its own; {found.instead}. Start the script once, by `python` or `dtrun`, or say "
                     'init_method="local://" where each process is to have a session of its own'
                 )
             launcher = automatic if hosts is None else "ssh"

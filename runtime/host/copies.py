@@ -1,4 +1,4 @@
-"""Whether a launcher of processes has started this script several times over, by the environment that it gives them."""
+"""The copies of one script that a launcher of processes has started, by the environment that it gives them."""
 
 from __future__ import annotations
 

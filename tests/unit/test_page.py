@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, RECEIVE, SLOTS, Page
+from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, RECEIVE, SLOTS, Page
 
 
 def test_the_page_names_the_function_while_it_runs() -> None:
@@ -25,17 +25,17 @@ def test_the_page_names_the_function_while_it_runs() -> None:
 
 def test_the_page_says_for_how_long() -> None:
     page = Page()
-    assert page.read() == (0, IDLE, 0.0, 0.0)
+    assert page.read() == (0, IDLE, 0, 0.0, 0.0)
     assert not page.began
     page.begin(5, COLLECTIVE)
-    seq, kind, seconds, deaf = page.read()
+    seq, kind, _, seconds, deaf = page.read()
     assert (seq, kind, deaf) == (5, COLLECTIVE, 0.0)
-    assert 0 <= page.read()[2] - seconds < 60
+    assert 0 <= page.read()[3] - seconds < 60
     page.live()
     assert page.began
-    assert 0 <= page.read()[3] < 60
+    assert 0 <= page.read()[4] < 60
     page.rest()
-    assert page.read()[:3] == (5, IDLE, 0.0)
+    assert page.read()[:4] == (5, IDLE, NOBODY, 0.0)
 
 
 def test_the_page_names_functions_that_run_beside() -> None:

@@ -298,7 +298,8 @@ def test_a_peer_that_is_there_and_never_answers_is_given_up(monkeypatch: pytest.
     crowd._threads[0].join(HANG)
     assert [str(error) for error in crowd.errors] == [
         f"rank 1 cannot reach rank 0 at {crowd.channel.address()}: no answer within 0.05 s; check that the address and "
-        "port can be reached from here (firewall, interface)"
+        "port can be reached from here (firewall, interface), and whether its process has said that it has no file "
+        "descriptors left"
     ]
     crowd.come()
 
