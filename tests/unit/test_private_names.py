@@ -69,7 +69,7 @@ INTERNAL: dict[str, str] = {
     "graphs/test_engine_programs.py": "what engines make of a Program",
     "graphs/test_pieces.py": "the pieces in which an Interpreter compiles a Program",
     "docs/test_docstring_examples.py": "the names of modules whose docstrings have examples, some of them internal",
-    "training/test_checkpoint_kills.py": "after how many seconds a wait for a save says so, and the claim of another job",
+    "training/test_checkpoint_kills.py": "when a wait for a save says so, and another job's claim",
     "launch/test_odd_names.py": "the frames of trees, which refuse texts that are no UTF-8",
     "streams/test_ahead.py": "Ahead: which receives may begin before their turn",
     "streams/test_stream_ends.py": "Session.synchronize with a time limit, which dt.synchronize has not",
