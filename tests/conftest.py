@@ -87,6 +87,8 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Has the collector look at what tests make only; at all that was imported and collected it takes 0.3 s."""
+    # the internals of torch.testing, which some files import, forbid what users' programs may do: assignments to flags
+    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -829,7 +829,7 @@ def test_a_listener_without_descriptors_says_so(monkeypatch, caplog):
     def none_left(_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    a, b = channel(0, connect=0.3), channel(1)
+    a, b = channel(0, connect=0.3, greet=0.3), channel(1)
     for one, rank, other in ((a, 1, b), (b, 0, a)):
         one.connect({rank: PeerInfo(rank, other.address(), KEY)})
     with monkeypatch.context() as patched:

@@ -568,7 +568,8 @@ def test_a_function_of_another_thread_is_explained(way: str, monkeypatch: pytest
     begin, what = BESIDE[way]
     line = rf"\S*test_attacked\.py:{begin.__code__.co_firstlineno} in <lambda>"
     with aftermath(0):
-        with dt.stream(dt.Stream(node=1)):
+        stream = dt.Stream(node=1)  # kept: a node without one runs functions where it takes commands
+        with dt.stream(stream):
             assert torch.ones(3, device="node:1").sum().item() == 3
         raised: list[BaseException] = []
         sunk = r"  File .* in nap\n  File .* in sinking\n  File .* in sinking\n  \[the same line 29 more times\]"

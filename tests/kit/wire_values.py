@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 from hypothesis import strategies as st
@@ -47,5 +47,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(*map(of_type, args), max_size=4)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return st.builds(kind, *(of_type(f.type) for f in msgspec.structs.fields(kind)))
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple
+        return st.builds(kind, *map(of_type, get_type_hints(kind).values()))
     assert origin is types.UnionType or args, f"no values of {kind} are known here"
     return st.one_of(*map(of_type, args))
