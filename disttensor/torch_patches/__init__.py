@@ -222,6 +222,11 @@ PATCHES: tuple[Patch, ...] = (
         "the same function by its other name", "asking the tensors for their norm as they are put together",
     ),
     Patch(
+        "torch.nn.SyncBatchNorm.forward", "training.sync_batch_norm:synchronizing", SESSION,
+        "on a mesh the statistics are those of all ranks; torch's layer finds no process group, and is BatchNorm then",
+        "asking the device module for the ranks of a tensor",
+    ),
+    Patch(
         "torch.optim.swa_utils._get_foreach_kernels_supported_devices", "torch_backend.composites.overrides:averaging",
         SESSION, "AveragedModel rounds as the node's own kind of device does; for CPUs torch's choice would wait, too",
         "asking the device module",
