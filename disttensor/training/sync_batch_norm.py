@@ -14,7 +14,7 @@ import torch
 
 from ..collectives import all_gather
 from ..collectives.over_dims import Over, groups
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
 
 
@@ -27,7 +27,7 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def forward(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        place = input._place if isinstance(input, DistributedTensor) else None
+        place = where_is(input)
         if not (self.training and isinstance(place, MeshPlace) and input.numel()):
             return original(self, input)  # type: ignore[no-any-return]
         self._check_input_dim(input)
@@ -53,10 +53,10 @@ def _over(group: Any, place: MeshPlace) -> Over:
     )
 
 
-def _normalized(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, over: Over) -> torch.Tensor:
+def _normalized(layer: torch.nn.SyncBatchNorm, x: Any, over: Over) -> torch.Tensor:
     channels = x.shape[1]
     half = x.dtype in (torch.float16, torch.bfloat16)
-    values = x.float() if half else x
+    values: torch.Tensor = x.float() if half else x
     var, mean = torch.var_mean(values, [d for d in range(x.dim()) if d != 1], correction=0)
     # ranks of a mesh have one shape, so that each counts as much as another
     ranks: Any = all_gather(torch.stack((mean, var)).unsqueeze(0), over=over)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _normalized(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, over: Over) -> t
     out = (values - mean.view(wide)) * scale.view(wide)
     if layer.bias is not None:
         out = out + layer.bias.view(wide)
-    return out.to(x.dtype)
+    return out.to(x.dtype)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
