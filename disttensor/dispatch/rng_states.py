@@ -6,7 +6,7 @@ a draw it replaces the state of the default generator, which is put back afterwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..proxy.meta import Handle, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.failures import Site
 from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
@@ -31,10 +32,14 @@ from .op_plan import Entry
 _CUDA = 16
 
 
+def size_of_state(place: Place) -> int:
+    """Returns how many bytes the state of a place's generator has."""
+    return _CUDA if place.kernels == "cuda" else torch.get_rng_state().numel()
+
+
 def keep(place: Place) -> DistributedTensor:
     """Returns the present state of the place's generator, a uint8 tensor on its node's CPU. Returns at once."""
-    size = _CUDA if place.kernels == "cuda" else torch.get_rng_state().numel()
-    home, out = place.host, new_ref()
+    size, home, out = size_of_state(place), place.host, new_ref()
     with place.session.places.turn(place):
         place.outbox.add(c.Keep(out, place.name, False), here())
     return proxy(Handle(out, meta_of((size,), (1,), 0, torch.uint8, home)))
@@ -60,6 +65,17 @@ def put(place: Place, state: torch.Tensor) -> None:
     with place.session.places.turn(place):
         place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
     link.drop(request)
+
+
+def put_each(place: Place, states: Sequence[bytes], site: Site | None) -> None:
+    """Sets the generator from which a place draws now to local states, one for each of its nodes. Returns at once, as
+    ``put``."""
+    link = place.session.link
+    with place.session.places.turn(place):
+        for member, state in zip(place.members, states, strict=True):
+            request = link.request_all(member.outbox)
+            member.outbox.add(c.Random(request.id, member.name, state), site)
+            link.drop(request)
 
 
 class NodeGenerator(torch._C.Generator):

@@ -4,7 +4,8 @@ Collectives over the dims of a mesh are those of ``dt.collectives`` with ``over=
 """
 
 from .agreeing import agree_
+from .generators import Generators
 from .making import from_shards, replicate, shard
 from .mesh import Mesh, mesh, varying
 
-__all__ = ["Mesh", "agree_", "from_shards", "mesh", "replicate", "shard", "varying"]
+__all__ = ["Generators", "Mesh", "agree_", "from_shards", "mesh", "replicate", "shard", "varying"]

@@ -464,6 +464,21 @@ class Places:
                 mesh.seed = seed
                 mesh.begun.clear()
 
+    def begin_anew(self, place: MeshPlace, seed: int) -> None:
+        """Notes that the generators of a mesh begin with a seed, as far as they do not get states after that."""
+        with self.lock:
+            place.seed = seed
+            place.begun.clear()
+            place.drawing = -1
+
+    def drawn_along(self, place: Place) -> list[tuple[str, ...]]:
+        """Returns the ways in which the numbers of a place have varied since all generators were seeded: the dims, for
+        each of its generators that have drawn, and none for the one that is the same on all ranks."""
+        if not isinstance(place, MeshPlace):
+            return [()]
+        with self.lock:
+            return [(), *(along for along, number in place._varying.items() if number in place.begun)]
+
     def own_seed(self) -> int:
         """Returns a seed for something that draws from a generator of its own: another one each time, and the same ones
         in the same order after the same ``torch.manual_seed``."""
