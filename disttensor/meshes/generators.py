@@ -88,7 +88,7 @@ class Generators:
         size = rng_states.size_of_state(place)
         for along, ranks in states:
             for name in along:
-                place.groups(name, "Generators.load_state_dict()")  # type: ignore[attr-defined]
+                place.groups(name, "Generators.load_state_dict()")
             for state in ranks:
                 if len(state) != size:
                     raise ValueError(

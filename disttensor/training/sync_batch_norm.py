@@ -59,7 +59,7 @@ def _normalized(layer: torch.nn.SyncBatchNorm, x: Any, over: Over) -> torch.Tens
     values: torch.Tensor = x.float() if half else x
     var, mean = torch.var_mean(values, [d for d in range(x.dim()) if d != 1], correction=0)
     # ranks of a mesh have one shape, so that each counts as much as another
-    ranks: Any = all_gather(torch.stack((mean, var)).unsqueeze(0), over=over)  # type: ignore[arg-type]
+    ranks: Any = all_gather(torch.stack((mean, var)).unsqueeze(0), over=over)
     means, variances = ranks.unbind(1)
     mean = means.mean(0)
     var = variances.mean(0) + (means - mean).square().mean(0)
