@@ -71,7 +71,16 @@ def is_kind(kind: type) -> bool:
 @functools.cache
 def on_node(kind: type) -> type:
     """Returns the class on nodes for a local class of uninitialized tensors."""
-    return type(kind)(kind.__name__, (_OnNode, kind, DistributedTensor), {"at_home": kind})
+    metaclass = _metaclass(type(kind), type(DistributedTensor))
+    made: type = metaclass(kind.__name__, (_OnNode, kind, DistributedTensor), {"at_home": kind})
+    return made
+
+
+def _metaclass(theirs: type, ours: type) -> Any:
+    """Returns the metaclass of a class that stems from classes of both."""
+    if issubclass(ours, theirs):
+        return ours
+    return theirs if issubclass(theirs, ours) else type(theirs.__name__, (theirs, ours), {})
 
 
 def class_of(tensor: torch.Tensor, remote: bool) -> type | None:

@@ -344,6 +344,29 @@ OVERRIDES: dict[str, str] = {
     **dict.fromkeys(
         ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta", "native_channel_shuffle"), SAME + "sent whole"
     ),
+    "one_hot": SAME + "sent whole, for its checks",
+    **dict.fromkeys(("quantile", "quantile.out", "nanquantile", "nanquantile.out"), "checks_quantiles"),
+    **dict.fromkeys(
+        [
+            f"linalg_matrix_rank.{out}"
+            for out in ("out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out")
+        ],
+        SAME + "what it gives is written into what is given",
+    ),
+    **dict.fromkeys(
+        (
+            "uniform_",
+            "normal_",
+            "exponential_",
+            "cauchy_",
+            "geometric_",
+            "log_normal_",
+            "random_.from",
+            "random_.to",
+            "bernoulli_.float",
+        ),
+        SAME + "its numbers are looked at before it is sent",
+    ),
     "_embedding_bag_backward": SAME + "for sparse gradients its parts are torch's",
     "_amp_foreach_non_finite_check_and_unscale_": SAME + "sent whole, and ranks of a mesh agree afterwards",
     **dict.fromkeys(("silu_backward", "mish_backward", "_local_scalar_dense"), SAME + "sent whole"),
