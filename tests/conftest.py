@@ -87,8 +87,6 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Has the collector look at what tests make only; at all that was imported and collected it takes 0.3 s."""
-    # the internals of torch.testing, which some files import, forbid what users' programs may do: assignments to flags
-    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -96,6 +94,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that is marked ``gpu(2)`` needs two CUDA devices; `make gpu` says where there are fewer."""
+    # the internals of torch.testing, which some tests import, forbid what users' programs may do: assignments to flags
+    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
     if mark := item.get_closest_marker("gpu"):
         needed, there = mark.args[0] if mark.args else 1, torch.cuda.device_count()
         if there < needed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -79,11 +78,8 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
             dt.Stream(0)
         with pytest.raises(dt.NodeLost):
             s.query()
-        same(x, torch.full((2,), 2.0))  # what was waited for will not come: that is an error, and the stream goes on
-        with pytest.raises(dt.NodeLost, match=r"node 0 .* is lost") as raised:
-            t.synchronize()
-        assert re.search("failed: Wait on node 1 [^$]* in test_a_node_with_a_busy_stream", raised.value.__notes__[0])
-        t.synchronize()
+        same(x, torch.full((2,), 2.0))  # what was waited for will not come, and the stream goes on
+        t.synchronize()  # by the loss, which was told and is no news
 
 
 @pytest.mark.parametrize("launcher", ["inproc", "local"])
