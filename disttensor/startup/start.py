@@ -381,7 +381,7 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
 
 
 class _Progress:
-    """How nodes get on that start. Many of them on a busy host take long, and that is no fault of theirs."""
+    """How nodes get on that start. Many of them on a busy host take long, and that is not a fault of theirs."""
 
     #: Seconds between two looks at what the launcher says of them.
     LOOK = 0.5

@@ -207,7 +207,7 @@ class Endpoint:
         self._wires.close()
         self._tunnel.close()
         self._part.all.remove(self)
-        with self._wires.cond:  # what they have sent goes with it, but for clients that the script has in its hands
+        with self._wires.cond:  # what they have sent goes with it, except of clients that the script has in its hands
             self._clients.clear()
             self._silent.clear()
 
