@@ -24,6 +24,7 @@ import homes
 import leaks
 import pytest
 import torch
+import torch_state
 import warm
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from aftermath import probe
@@ -193,6 +194,16 @@ def calm(either: None) -> Iterator[None]:
 
 
 # ---- leaks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def torch_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails when a test leaves a setting of torch's changed, and puts it back."""
+    if "nodes" in request.fixturenames:
+        request.getfixturevalue("nodes")
+    before = torch_state.now()
+    yield
+    torch_state.check(before, request.node.name)
 
 
 @pytest.fixture(autouse=True, scope="module")

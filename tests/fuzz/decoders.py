@@ -47,7 +47,7 @@ from disttensor.runtime.channel.shm.segments import DESCRIPTOR, Mappings, Segmen
 from disttensor.runtime.channel.shm.sharing import Sharing
 from disttensor.runtime.channel.tcp import handshake
 from disttensor.runtime.channel.tcp.dial import split_address
-from disttensor.runtime.channel.tcp.frames import SIZE, Frame, Opener, Sealer, nbytes_of
+from disttensor.runtime.channel.tcp.frames import DATA, SIZE, WORD, Frame, Opener, Sealer, nbytes_of
 from disttensor.runtime.channel.tcp.reader import Reader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
 from disttensor.runtime.endpoints import frames as endpoint_frames
@@ -68,7 +68,7 @@ from disttensor.runtime.master.failures import Failure, Failures
 from disttensor.runtime.protocol import codec, shared_objects, side, values
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
-from disttensor.runtime.protocol.bundle import Bundle, read_bundle
+from disttensor.runtime.protocol.bundle import Bundle, as_name, as_text, read_bundle
 from disttensor.runtime.protocol.errors import BrokenError, ChannelError, ProtocolError, StartError
 from disttensor.runtime.protocol.shared_objects import Joining
 from disttensor.runtime.shared import values as shared_values
@@ -277,7 +277,7 @@ def _output(data: bytes) -> None:
 _KEY = bytes(range(32))
 _HEADS = st.builds(
     Frame,
-    st.integers(0, 255), st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 255),
+    st.one_of(st.integers(DATA, WORD), st.integers(0, 255)), st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 255),
     st.sampled_from([0, 4, 2**63, 2**64 - 1]), st.sampled_from([0, 1, 16, 2**63, 2**64 - 1]),
 )  # fmt: skip
 
@@ -405,6 +405,13 @@ _REQUESTS: dict[Any, list[Any]] = {
     shared_objects.Entry: [shared_objects.Entry(1, (0,), do, b"k", b"k") for do in range(9)],
     shared_objects.Page: [shared_objects.Page(1, (0,), 2, True)],
 }
+
+#: Answers with items, for the same reason.
+_ANSWERS = [
+    shared_objects.Answer(1, 2),
+    shared_objects.Answer(1, 2, 3, shared_values.pack(1), 4, True, "it is closed", 5, True),
+    shared_objects.Answer(1, 2, keys=(b"k",), items=(shared_values.pack("x"),)),
+]
 
 #: What makes a value of an item that was decoded as part of an answer.
 _UNPACKS = (
@@ -650,7 +657,7 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "answer of what is shared",
-        packed(shared_objects.Answer),
+        packed(shared_objects.Answer, *_ANSWERS),
         shared_objects.decode_answer,
         (ProtocolError,),
         covers=("runtime/protocol/shared_objects.py:decode_answer",),
@@ -876,6 +883,13 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder("options of dtrun", st.one_of(_ARGV, _PAIRS), _options, (SystemExit,), examples=80),
     Decoder("options of dtrun worker", _WORKER, _worker_options, (SystemExit, ValueError)),
+    Decoder(
+        "name in a bundle",
+        _texts("\0ff2f", "\0", "/tmp", "PATH"),
+        _text_of(lambda text: as_text(as_name(text))),
+        (ValueError,),
+        covers=("runtime/protocol/bundle.py:as_name",),
+    ),
     Decoder("streams of nodes", _texts("3", "0:1,1:2", ""), _text_of(_choice), (ValueError,)),
     Decoder(
         "operators",
@@ -927,6 +941,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/samples.py:_seed": "a hash of numbers",
     "runtime/protocol/shared_objects.py:encode_request": _OWN,
     "runtime/process/page.py:Page.began": _PAGE,
+    "runtime/process/page.py:Page.beside": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
     "runtime/process/page.py:Page.running": _PAGE,
     "runtime/protocol/keys.py:curve_pair": _LIBRARY,

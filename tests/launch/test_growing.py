@@ -53,9 +53,9 @@ def test_one_at_a_time(session: None) -> None:
 
 
 def test_they_know_what_was_said_before_they_came(session: None) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.backends.cudnn.deterministic = True
     try:
+        torch.set_default_dtype(torch.float64)
+        torch.backends.cudnn.deterministic = True
         dt.channels.select("send", "shm")
         assert dt.wait_for_nodes(2, 50) == 2
         assert dt.run(lambda: str(torch.ones(1).dtype), node=1) == "torch.float64"
@@ -64,8 +64,8 @@ def test_they_know_what_was_said_before_they_came(session: None) -> None:
         y = torch.ones(1 << 16, device="node:1").to("node:0")
         assert x.sum().item() == y.sum().item() == 1 << 16
     finally:
-        torch.backends.cudnn.deterministic = False
         torch.set_default_dtype(torch.float32)
+        torch.backends.cudnn.deterministic = False
 
 
 def test_none_comes_into_a_graph(session: None) -> None:
