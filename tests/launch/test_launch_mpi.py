@@ -47,6 +47,8 @@ def test_a_script(mpi: Mpi) -> None:
             os.system("echo and a child")
         dt.run(speak, "good morning", node=1)
         dt.run(torch.set_default_dtype, torch.float64, node=0)
+        torch.backends.cudnn.deterministic = True
+        print("deterministic", dt.run(lambda: torch.backends.cudnn.deterministic, node=0))
         first = torch.randn(2, device="node:0").cpu()
         def sleeper():
             subprocess.Popen(["sleep", "100"])
@@ -56,8 +58,10 @@ def test_a_script(mpi: Mpi) -> None:
         dt.init_master_worker(nodes=3)
     except ValueError as e:
         print(e)
+    torch.backends.cudnn.deterministic = False
     with dt.init_master_worker(nodes=1):
         print("again", dt.session.node_count(), torch.equal(first.float(), torch.randn(2, device="node:0").cpu()))
+        print("deterministic", dt.run(lambda: torch.backends.cudnn.deterministic, node=0))
     """
     done = mpi.run(HEAD + dedented(text), "-x", "1", options=("--backend", "tcp"))
     assert done.returncode == 0, done.stderr
@@ -68,8 +72,10 @@ def test_a_script(mpi: Mpi) -> None:
         "arguments ['-x', '1'] __main__ script.py",
         "[[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]] 9.0",
         "3 processes",
+        "deterministic True",
         "nodes=3: mpiexec has started 2 beside the master (it needs -n 4)",
         "again 1 True",
+        "deterministic False",
     ]
     assert sorted(set(lines) - set(ours)) == ["[node 1] and a child", "[node 1] good morning"]
 

@@ -202,10 +202,11 @@ class MpiProcesses:
         atexit.register(self._at_exit)
 
     def gather(self, ranks: Collection[int], timeout: float) -> list[int]:
-        """Waits for offers of these nodes; returns those that have made none in time."""
+        """Waits for offers of these nodes, so long after the last one that came; returns those that have made none."""
         comm, status = self.world.comm, self.world.mpi.Status()
+        missing = list(ranks)
 
-        def look() -> bool:
+        def one_came() -> bool:
             while comm.Iprobe(tag=OFFER, status=status):
                 rank, said = status.source - 1, take(self.world, status)
                 try:
@@ -215,10 +216,11 @@ class MpiProcesses:
                         f"disttensor: node {rank} has said {len(said)} bytes that are no offer: {str(e)!a:.300}",
                         file=sys.stderr,
                     )
-            return all(rank in self.offers for rank in ranks)
+            return any(rank in self.offers for rank in missing)
 
-        await_true(look, timeout)
-        return [rank for rank in ranks if rank not in self.offers]
+        while missing and await_true(one_came, timeout):
+            missing = [rank for rank in missing if rank not in self.offers]
+        return missing
 
     def order(self, rank: int, data: bytes) -> None:
         """Takes up a node's offer, so that it is waiting for this order.

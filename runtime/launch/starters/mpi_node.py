@@ -21,6 +21,7 @@ import torch
 from ...host import mpi_env
 from ...host.output_options import Output
 from ...node import worker
+from ...process import torch_switches
 from ...process.lifetime import adopt_orphans, end_children, name_process
 from ...protocol.bundle import Bundle
 from ...protocol.errors import BrokenError
@@ -31,6 +32,8 @@ from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, t
 
 #: The seed of torch's generators in every process.
 _SEED = torch.default_generator.initial_seed()
+#: The switches of torch that this process began with: a script tells its nodes of those only that it has set itself.
+_SWITCHES = torch_switches.present()
 #: Seconds for processes that user functions have started to end by themselves, and for the last output to be read.
 _PATIENCE = 1.0
 #: Set when the master has nothing more for this process, and may end at any time.
@@ -110,6 +113,7 @@ def _settle(world: mpi_env.World, output: Output) -> None:
 def _be_new() -> None:
     """Resets state that an earlier session has changed, as in a new process."""
     torch.set_default_dtype(torch.float32)
+    torch_switches.put(torch_switches.changed(torch_switches.present(), _SWITCHES).items())
     torch.manual_seed(_SEED)
     random.seed()
     gc.collect()
