@@ -163,6 +163,38 @@ for _op in (aten.quantile.default, aten.nanquantile.default, aten.quantile.out, 
     chosen(_op)(_quantile(_op))
 
 
+def _with_phases(op: OpOverload) -> Callable[..., Any]:
+    name = op.name().removeprefix("aten::").removeprefix("_")
+    text = (
+        f"{name}_backward: The eigenvectors in the complex case are specified up to multiplication by e^{{i phi}}. The "
+        "specified loss function depends on this quantity, so it is ill-defined."
+    )
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        """Computes eigenvectors with torch's own derivative, for which the node looks whether the loss depends on their
+        phases, as torch does (linalg_eig_backward in FunctionsManual.cpp)."""
+        L, V = op._op_dk(torch._C.DispatchKey.Autograd, *args, **kwargs)
+        if V.requires_grad and V.is_complex():
+            # the tensor itself would hold its own graph, which holds the hook
+            V.register_hook(partial(_without_phases, text, V.detach()))
+        return L, V
+
+    return decompose
+
+
+def _without_phases(text: str, V: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of eigenvectors, or nothing where it depends on their phases. The bounds are torch's."""
+    with torch.no_grad():
+        plain = grad.detach()
+        phases = (V.mH @ plain).diagonal(0, -2, -1).imag
+        looked = aten._functional_assert_async.msg((phases.abs() <= 1e-2).all(), text, plain)
+    return grad + torch.zeros_like(looked[..., :1, :1]) if grad.requires_grad else looked
+
+
+for _op in (aten.linalg_eig.default, aten._linalg_eigh.default):
+    _kernels.append((_op, _with_phases(_op)))
+
+
 def _rank_into(op: OpOverload, without: OpOverload) -> Callable[..., Any]:
     def into(*args: Any, **kwargs: Any) -> Any:
         """Computes a rank and writes it into ``out``, which torch's composite leaves as it is for subclasses."""
