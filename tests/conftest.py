@@ -114,10 +114,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         raise
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Where a test hangs, its session may wait for the same thing: pytest-timeout ends only the first of the two."""
     faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    try:
+        return (yield)
+    finally:  # pytest does it where it has a time limit of its own, which `make fuzz` takes away
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -182,8 +182,10 @@ def _with_phases(op: OpOverload) -> Callable[..., Any]:
     return decompose
 
 
-def _without_phases(text: str, V: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _without_phases(text: str, V: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Returns the gradient of eigenvectors, or nothing where it depends on their phases. The bounds are torch's."""
+    if grad is None:  # only the eigenvalues have one
+        return None
     with torch.no_grad():
         plain = grad.detach()
         phases = (V.mH @ plain).diagonal(0, -2, -1).imag
