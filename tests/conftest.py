@@ -96,7 +96,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that is marked ``gpu(2)`` needs two CUDA devices; `make gpu` says where there are fewer."""
     # the internals of torch.testing, which some tests import, forbid what users' programs may do: assignments to flags
-    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     if mark := item.get_closest_marker("gpu"):
         needed, there = mark.args[0] if mark.args else 1, torch.cuda.device_count()
         if there < needed:
