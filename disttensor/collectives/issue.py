@@ -13,6 +13,7 @@ import torch
 
 from ..dispatch.call_site import here
 from ..dispatch.lazy_views import materialise
+from ..errors import late_warnings
 from ..errors.argument_checks import seconds_of
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor
@@ -30,6 +31,7 @@ from ..session.current import session_of
 from ..session.places import one_session
 from ..session.session import Session
 from .groups import Group, Split, given_group
+from .unused import Untaken
 from .writing import Writing, guard
 
 Tensors = Sequence[torch.Tensor]
@@ -74,6 +76,8 @@ class CollectiveCall:
             waits("a collective with async_op=True")
         if self.transport is not None:
             check_transport(self.transport, self.kind)
+        if late_warnings.pending:
+            late_warnings.give()
         site = here(3)
         channel = self._channel(session, async_op) if session.router.rules or session.router.automatic else 0
         way, number = self._way(session.router.data[channel]), session.transfers.new_loose()
@@ -211,6 +215,7 @@ class CollectiveWork(Work):
         self._transfer = _All([transfer for _, transfer in ended], make)
         self._ended = ended
         self._writing: Writing | None = None
+        self.untaken: Untaken | None = None  #: says that nobody took the result, where that is a new tensor
 
     def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
@@ -239,6 +244,8 @@ class CollectiveWork(Work):
 
     def _value(self) -> Any:
         self._waited()  # which ``await`` has not called ``wait`` for
+        if self.untaken is not None:
+            self.untaken.taken = True
         return super()._value()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
@@ -262,6 +269,8 @@ class CollectiveWork(Work):
                 self._waited()
                 raise
         self._waited()
+        if self.untaken is not None:
+            self.untaken.waited = True
         return True
 
 

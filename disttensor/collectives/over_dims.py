@@ -17,6 +17,7 @@ from ..dispatch import seen_at
 from ..dispatch.call_site import here
 from ..dispatch.copies import sums_groups
 from ..dispatch.lazy_views import materialise
+from ..errors import late_warnings
 from ..errors.argument_checks import spelled
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, where_is
@@ -28,6 +29,7 @@ from ..runtime.protocol import commands as c
 from ..session.current import session_of
 from ..session.places import MeshPlace
 from .issue import CollectiveWork, check_transport, hosts_of, numbered, op_of, read, written
+from .unused import watch
 
 #: A dim's name, or several: their ranks together are the groups.
 Over = str | Sequence[str]
@@ -91,6 +93,8 @@ class _Call:
 
     def issue(self, kind: str, inputs: Sequence[Any], outs: Sequence[Any]) -> None:
         """Queues the collective for all nodes of the mesh, once."""
+        if late_warnings.pending:
+            late_warnings.give()
         place: MeshPlace = inputs[0]._place
         site, session = here(3), session_of(place)
         session.link.check(place.outbox)
@@ -148,6 +152,10 @@ class _Call:
 
         return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", later, place.outbox.where)
 
+    def new(self, what: str, place: MeshPlace, over: Over | None, make: Callable[[], Any]) -> Any:
+        """Returns ``result``, a new tensor, which the caller's line is not to throw away."""
+        return watch(self.result(what, place, make), what, over, session_of(place))
+
 
 def _empty(x: torch.Tensor, shape: Sequence[int]) -> DistributedTensor:
     return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)  # type: ignore[return-value]
@@ -187,7 +195,7 @@ def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> An
     call = _Call(groups(place, over, "all_reduce"), op_of(op, x.dtype), async_op=async_op)
     _check_gradient(x, call.op)
     out = _apply(_AllReduce, x, call)
-    return call.result("all_reduce", place, lambda: out)
+    return call.new("all_reduce", place, over, lambda: out)
 
 
 @spelled
@@ -283,7 +291,7 @@ def all_gather(x: DistributedTensor, over: str, dim: int = 0, async_op: bool = F
     call = _Call(groups(place, over, "all_gather"), async_op=async_op)
     dim = _divided("all_gather", x, dim, 1)
     parts = _apply(_Gather, x, call)
-    return call.result("all_gather", place, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
+    return call.new("all_gather", place, over, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
 
 
 @spelled
@@ -302,7 +310,7 @@ def reduce_scatter(
     _check_gradient(x, call.op)
     dim = _divided("reduce_scatter", x, dim, call.size)
     part = _apply(_Scatter, call, *_pieces(x, dim, call.size))
-    return call.result("reduce_scatter", place, lambda: part)  # type: ignore[no-any-return]
+    return call.new("reduce_scatter", place, over, lambda: part)  # type: ignore[no-any-return]
 
 
 @spelled
@@ -319,7 +327,7 @@ def all_to_all(
     call = _Call(groups(place, over, "all_to_all"), async_op=async_op)
     split, cat = _divided("all_to_all", x, split, call.size), _divided("all_to_all", x, cat, 1)
     parts = _apply(_Exchange, call, *_pieces(x, split, call.size))
-    return call.result("all_to_all", place, lambda: torch.cat(parts, cat))  # type: ignore[no-any-return]
+    return call.new("all_to_all", place, over, lambda: torch.cat(parts, cat))  # type: ignore[no-any-return]
 
 
 @spelled
@@ -334,7 +342,7 @@ def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool =
     found = groups(place, over, "permute_ranks")
     call = _Call(found, root=by % len(found[0]), async_op=async_op)
     out = _apply(_Permute, x, call)
-    return call.result("permute_ranks", place, lambda: out)  # type: ignore[no-any-return]
+    return call.new("permute_ranks", place, over, lambda: out)  # type: ignore[no-any-return]
 
 
 @spelled
@@ -351,7 +359,7 @@ def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = Fa
         raise ValueError(f"broadcast: src={src} is not along {over!r} of {place}: it has 0 to {len(found[0]) - 1}")
     call = _Call(found, root=src, async_op=async_op)
     out = _apply(_Broadcast, x, call)
-    return call.result("broadcast", place, lambda: out)  # type: ignore[no-any-return]
+    return call.new("broadcast", place, over, lambda: out)  # type: ignore[no-any-return]
 
 
 # ---- for those who gather and reduce many tensors as one -------------------------------------------------------------

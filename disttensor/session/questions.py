@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ..errors import late_warnings
 from ..runtime.master.failures import Failure, Site
 from ..runtime.master.link import EXIT_CAUSE_TIMEOUT, Link
 from ..runtime.master.requests import Request
@@ -32,6 +33,8 @@ class Questions:
         GraphError while a graph is recorded.
         """
         waits("this operation")
+        if late_warnings.pending:
+            late_warnings.give()
         link = self._link
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)

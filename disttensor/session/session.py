@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors import late_warnings
 from ..runtime.channel.base import Protection
 from ..runtime.channel.opened import Channels
 from ..runtime.host.launcher import Launcher
@@ -223,6 +224,7 @@ class Session:
         if node is None:
             self.synchronized += 1
         self.questions.raise_pending_error(node)
+        late_warnings.give()
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors import late_warnings
 from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
@@ -217,6 +218,8 @@ class Transfers:
             with contextlib.suppress(TimeoutError):
                 self._sync(node, 5.0)
             raise
+        if late_warnings.pending:
+            late_warnings.give()
 
     def wait(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
         """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting."""

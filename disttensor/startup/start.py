@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from ..dispatch import meta_inference
+from ..errors import late_warnings
 from ..errors.argument_checks import spelled
 from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
@@ -444,6 +445,10 @@ def _end(report: bool, timeout: float | None = None) -> None:
                 _log.error("%s", "\n".join([f"{type(each).__name__}: {each}", *getattr(each, "__notes__", ())]))
     except BaseException as e:  # Ctrl-C
         error = e
+    try:
+        late_warnings.give(everything=True)
+    except Warning as e:  # which a filter makes an error
+        error = error or e
     selfcheck.end()
     current.set_session(None)
     streams.forget()
@@ -482,7 +487,9 @@ def _at_exit() -> None:
         sys.stdout.flush()
         what = "a node was lost" if isinstance(e, NodeLost) else "an operation failed"
         text = f"{what} and nothing in the script asked for its result:"
-        if isinstance(e, KeyboardInterrupt):
+        if isinstance(e, Warning):
+            text = "a warning that came at the script's end is an error:"
+        elif isinstance(e, KeyboardInterrupt):
             text = "Ctrl-C at the script's end, while it waited:"
         print(f"disttensor: {text}", file=sys.stderr)
         traceback.print_exception(e.with_traceback(None))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from operator import sub
 from typing import Any
 
@@ -38,6 +39,14 @@ MAX_FREE = 100_000
 SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
 MIN_SWEEP = 4
+
+
+_frees = count()
+
+
+def frees_queued() -> int:
+    """Returns how many Frees have been queued, in whichever queue."""
+    return int(repr(_frees)[6:-1])
 
 
 def _free(refs: list[int]) -> c.Free:
@@ -179,6 +188,7 @@ class CommandQueue:
         """Queues the frees of these refs, whose uses are all in this queue, or packed."""
         refs.sort()
         for start in range(0, len(refs), MAX_FREE):
+            next(_frees)
             self.queue += (_free(refs[start : start + MAX_FREE]), None)
 
     def hold(self, ref: int) -> None:

@@ -59,9 +59,13 @@ def line_of(site: Site | None) -> str:
     """Returns the line of a site in words: "train.py:12 in step", or "an unknown line"."""
     if site is None:
         return "an unknown line"
+    return f"{site[0].co_filename}:{line_number(site)} in {site[0].co_qualname}"
+
+
+def line_number(site: Site) -> int:
+    """Returns the number of a site's line in its file."""
     code, at = site
-    line = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
-    return f"{code.co_filename}:{line} in {code.co_qualname}"
+    return next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from ..protocol.arguments import Message
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
 from ..protocol.failure_ids import position
 from ..transport.base import Hub
-from .command_queue import MAX_BATCH, CommandQueue
+from .command_queue import MAX_BATCH, CommandQueue, frees_queued
 from .failures import Failure, Failures, Site, line_of
 from .fan_out import FanOut, FanOuts
 from .node import Node
@@ -198,6 +198,17 @@ class Link:
             return self.nodes[-1]
 
     # ---- sending ---------------------------------------------------------------------------------------------------
+
+    def issued(self) -> int:
+        """Returns how many commands have been issued, without the frees. Takes no lock: it may be too many while a
+        thread packs a queue."""
+        freed = frees_queued()
+        return sum([queue.moved + len(queue.queue) // 2 for queue in self.queues]) - freed
+
+    def count_issued(self) -> int:
+        """Returns how many commands have been issued, without the frees."""
+        with self._lock:
+            return self.issued()
 
     def tick(self, outbox: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``outbox.limit``."""
