@@ -61,11 +61,13 @@ class Untaken:
 
     def __init__(self, text: str, site: Site, link: Link, dropped: bool) -> None:
         self._text, self._site, self._thread, self._link = text, site, threading.get_ident(), link
-        self._issued = link.count_issued() if dropped else -1
+        self._issued = link.count_issued() if dropped else None
         self.taken = self.waited = False
 
     def __del__(self) -> None:
-        if not self.taken and (self.waited or self._link.issued() <= self._issued):
+        if self.taken:
+            return
+        if self.waited or (self._issued is not None and self._link.issued() <= self._issued):
             warn_later(self._text, self._site, thread=self._thread)
 
 

@@ -200,8 +200,8 @@ class Link:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def issued(self) -> int:
-        """Returns how many commands have been issued, without the frees. Takes no lock: it may be too many while a
-        thread packs a queue."""
+        """Returns how many commands have been issued, without the frees, from some number on that may be below 0. Takes
+        no lock: it may be too many while a thread packs a queue."""
         freed = frees_queued()
         return sum([queue.moved + len(queue.queue) // 2 for queue in self.queues]) - freed
 
