@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from . import training as training
     from . import verify as verify
     from . import views as views
+    from .factories import (
+        BFloat16Tensor as BFloat16Tensor,
+        BoolTensor as BoolTensor,
+        ByteTensor as ByteTensor,
+        CharTensor as CharTensor,
+        ComplexDoubleTensor as ComplexDoubleTensor,
+        ComplexFloatTensor as ComplexFloatTensor,
+        DoubleTensor as DoubleTensor,
+        FloatTensor as FloatTensor,
+        HalfTensor as HalfTensor,
+        IntTensor as IntTensor,
+        LongTensor as LongTensor,
+        ShortTensor as ShortTensor,
+    )
     from .public import *  # noqa: F403
     from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
 
@@ -87,6 +101,22 @@ _BESIDE = (
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
 _MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
 
+#: Types of PyTorch 0.x, with one of which issue 241's program begins: they stay at the first level, without room there.
+_TYPES = (
+    "BFloat16Tensor",
+    "BoolTensor",
+    "ByteTensor",
+    "CharTensor",
+    "ComplexDoubleTensor",
+    "ComplexFloatTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+    "ShortTensor",
+)
+
 
 def __getattr__(name: str) -> Any:
     """Returns a public name, from public.py, or one that was public before, with a warning."""
@@ -95,11 +125,14 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _TYPES:
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.factories"), name)
+        return value
     if name in moved.NAMES:
         return moved.name(name)
     from .runtime.process.spelling import did_you_mean  # imported only here: dtrun and agents start without it
 
-    meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES])
+    meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES, *_TYPES])
     raise AttributeError(f"module 'disttensor' has no attribute {name!r}{meant}")
 
 

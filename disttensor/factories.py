@@ -3,7 +3,8 @@
     with dt.node(1):
         x = factories.zeros(3)
 
-``torch.zeros(3, device="node:1")`` does the same for any node. The legacy types are here, too: ``FloatTensor(20, 20)``.
+``torch.zeros(3, device="node:1")`` does the same for any node. The types of PyTorch 0.x are
+here and at the first level: ``dt.FloatTensor(20, 20)``.
 """
 
 from .proxy.factories import LEGACY as _LEGACY

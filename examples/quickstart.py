@@ -16,14 +16,14 @@ dt.init_master_worker(simulate_cuda=2)  # without a GPU: two simulated ones per 
 
 # ---- where tensors live ----------------------------------------------------------------------------------------------
 
-x = dt.factories.FloatTensor(20, 20).fill_(4)  # on the current node's CPU
+x = dt.FloatTensor(20, 20).fill_(4)  # on the current node's CPU
 y = torch.randn(20, 20).dist_send()  # a local tensor goes to the current node
 z = x + y  # runs where its operands live; returns at once
 print("z      ", z.get_node(), z.get_device())
 cuda_x = x.cuda()
 print("cuda_x ", cuda_x.get_node(), cuda_x.get_device())
 with dt.node(1):
-    a = dt.factories.FloatTensor(10, device=1)
+    a = dt.FloatTensor(10, device=1)
     print("a      ", a.get_node(), a.get_device())
     cuda_y = y.cuda()  # an operation follows its operand, not the context
     print("cuda_y ", cuda_y.get_node(), cuda_y.get_device())

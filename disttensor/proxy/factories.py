@@ -1,4 +1,4 @@
-"""Factories on the current node, and the legacy type names of PyTorch 0.x (``dt.factories.FloatTensor(20, 20)``)."""
+"""Factories on the current node, and the legacy type names of PyTorch 0.x (``dt.FloatTensor(20, 20)``)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import subprocess
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +15,8 @@ from homes import Home, anywhere
 
 import disttensor as dt
 
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
 pytestmark = pytest.mark.usefixtures("clean")
 
 
@@ -21,11 +25,45 @@ def placed(x: torch.Tensor) -> tuple[int, int]:
 
 
 class TestIssue241:
-    """The program that the project exists for, verbatim but for the start."""
+    """The program that the project exists for, whose comments say where each tensor is."""
+
+    TEXT = """\
+import torch.distributed
+torch.distributed.init_master_worker(backend='tcp')
+
+x = torch.distributed.FloatTensor(20, 20).fill_(4)
+y = torch.randn(20, 20).dist_send()
+z = x + y
+# z.get_node(), z.get_device() == 0, -1 (i.e. CPU)
+cuda_x = x.cuda()
+# cuda_x.get_node(), cuda_x.get_device() == 0, 0
+with torch.distributed.node(1):
+    a = torch.distributed.FloatTensor(10, device=1)
+    # a.get_node(), a.get_device() == 1, 1
+    cuda_y = y.cuda()
+    # cuda_y.get_node(), cuda_y.get_device() == 0, 0
+    q = cuda_x + cuda_y
+    # q.get_node(), q.get_device() == 0, 0
+"""
+
+    @pytest.mark.row("M16")
+    def test_the_text_as_it_stands(self, script: Script) -> None:
+        """But for the name of the package. A warning is an error, and each comment a line of what it prints."""
+        said = re.findall(r"# (\w+)\..* == (\d, -?\d)", self.TEXT)
+        assert len(said) == 5
+        text = re.sub(r"# (\w+)\.(.*?) == .*", r"print('\1', (\1.\2))", self.TEXT)
+        done = script(
+            text.replace("torch.distributed", "disttensor").replace("import disttensor", "import torch, disttensor"),
+            DISTTENSOR_NODES="2",
+            DISTTENSOR_SIMULATE_CUDA="2",
+            PYTHONWARNINGS="error",
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.findall(r"(\w+) \((.*)\)\n", done.stdout) == said
 
     @pytest.mark.row("M16")
     def test_placement(self) -> None:
-        x = dt.factories.FloatTensor(20, 20).fill_(4)
+        x = dt.FloatTensor(20, 20).fill_(4)
         local_y = torch.randn(20, 20)
         y = local_y.dist_send()
         z = x + y
@@ -33,7 +71,7 @@ class TestIssue241:
         cuda_x = x.cuda()
         assert placed(cuda_x) == (0, 0)
         with dt.node(1):
-            a = dt.factories.FloatTensor(10, device=1)
+            a = dt.FloatTensor(10, device=1)
             assert placed(a) == (1, 1)
             cuda_y = y.cuda()
             assert placed(cuda_y) == (0, 0)
@@ -47,7 +85,7 @@ class TestIssue241:
         assert a.shape == (10,)
 
     def test_values_come_back(self) -> None:
-        x = dt.factories.FloatTensor(2, 3).fill_(4)
+        x = dt.FloatTensor(2, 3).fill_(4)
         assert x.cpu().tolist() == [[4.0] * 3] * 2
         assert type(x.cpu()) is torch.Tensor
         assert x.sum().item() == 24.0

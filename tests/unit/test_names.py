@@ -87,6 +87,16 @@ def test_a_star_shadows_nothing() -> None:
         assert not set(getattr(importlib.import_module(f"disttensor.{theme}"), "__all__", ())) & set(vars(builtins))
 
 
+def test_the_types_of_issue_241_stay_at_the_first_level() -> None:
+    """Without a warning, which would be an error here, and not in ``dir``."""
+    types = [name for name in dt.factories.__all__ if name.endswith("Tensor")]
+    assert len(types) == 12
+    assert all(getattr(dt, name) is getattr(dt.factories, name) for name in types)
+    assert not {*types} & {*FIRST, *moved.NAMES}
+    with pytest.raises(AttributeError, match="did you mean 'FloatTensor'"):
+        dt.FlotTensor  # noqa: B018
+
+
 @pytest.mark.parametrize("name", moved.NAMES)
 def test_an_old_name_is_found_with_a_warning(name: str) -> None:
     theme, _, attribute = moved.NAMES[name].rpartition(".")
