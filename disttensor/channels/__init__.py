@@ -24,6 +24,7 @@ from ..runtime.channel.registry import why_unusable
 from ..runtime.collective import Way
 from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.contracts.data_channel import check_data_channel
+from ..runtime.process.spelling import shown
 from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, SPANS, Rule
 from .traffic import reset_stats, stats
@@ -66,13 +67,13 @@ def select(
     ops = (op,) if isinstance(op, str) else tuple(op)
     for one in ops:
         if one not in (*OPS, "*"):
-            raise ValueError(f"there is no operation {one!r}; there are {', '.join(OPS)}, and '*' for all")
+            raise ValueError(f"there is no operation {shown(one)}; there are {', '.join(OPS)}, and '*' for all")
     if device not in (None, *DEVICES):
         raise ValueError(f"device is 'cpu', 'cuda' or None for both, not {device!r}")
     if span not in (None, *SPANS):
         raise ValueError(f"span is 'host', 'hosts' or None for both, not {span!r}")
     if async_op is not None and type(async_op) is not bool:
-        raise ValueError(f"async_op is True, False or None for both, not {async_op!r}")
+        raise ValueError(f"async_op is True, False or None for both, not {shown(async_op)}")
     if async_op is not None and (copies := [one for one in ops if one in COPIES]):
         raise ValueError(f"async_op is what collectives have; {' and '.join(copies)} have none")
     if min_bytes < 0 or (max_bytes is not None and max_bytes <= min_bytes):
@@ -92,7 +93,7 @@ def _way(ops: Sequence[str], algorithm: str | Way | None) -> Way | None:
     for op in ops:
         known = ALGORITHMS.get(op, ())
         if way.algorithm not in known:
-            raise ValueError(f"{op} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
+            raise ValueError(f"{op} has no algorithm {shown(way.algorithm)}; it has {', '.join(known) or 'one only'}")
     return way
 
 

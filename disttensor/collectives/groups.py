@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors.argument_checks import spelled
+from ..runtime.process.spelling import shown
 from ..session import current
 
 #: A function from a node's number to its key, or a list of the keys of all nodes of a group, in order.
@@ -139,7 +140,7 @@ class Levels(Mapping[str, Split]):
         for name, key in keys.items():
             own = [key(node) for node in whole] if callable(key) else list(key)
             if len(own) != len(whole):
-                raise ValueError(f"{len(own)} keys of {name!r} for the {len(whole)} nodes of {whole}")
+                raise ValueError(f"{len(own)} keys of {name!r} for the {len(whole)} nodes of {shown(whole)}")
             paths = [(*path, its) for path, its in zip(paths, own, strict=True)]
             names = [path[0] if len(path) == 1 else path for path in paths]
             found = whole.split(names)
@@ -223,7 +224,7 @@ def new_group(nodes: Iterable[int] | None = None, name: str = "") -> Group:
     """
     session = current.session()
     if isinstance(nodes, str) or not (nodes is None or isinstance(nodes, Iterable)):
-        raise TypeError(f"a group is made of a list of nodes, such as [0, 1], not of {nodes!r}")
+        raise TypeError(f"a group is made of a list of nodes, such as [0, 1], not of {shown(nodes)}")
     numbers = range(len(session.nodes))
     chosen = tuple(numbers) if nodes is None else tuple(session.places.at(node).node for node in nodes)
     if not chosen or len(set(chosen)) < len(chosen):
@@ -236,5 +237,5 @@ def given_group(group: Any, what: str) -> Group:
     if group is None:
         return new_group()
     if not isinstance(group, Group):
-        raise TypeError(f"{what}: group is what disttensor.collectives.new_group([0, 1]) gives, not {group!r}")
+        raise TypeError(f"{what}: group is what disttensor.collectives.new_group([0, 1]) gives, not {shown(group)}")
     return group

@@ -23,6 +23,7 @@ from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
+from ..runtime.process.spelling import shown
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import NodeLost
@@ -151,7 +152,9 @@ class CollectiveCall:
             )
         known = ALGORITHMS.get(self.kind, ())
         if way.algorithm and way.algorithm not in known:
-            raise ValueError(f"{self.kind} has no algorithm {way.algorithm!r}; it has {', '.join(known) or 'one only'}")
+            raise ValueError(
+                f"{self.kind} has no algorithm {shown(way.algorithm)}; it has {', '.join(known) or 'one only'}"
+            )
         return way
 
     def _native(self, channel: DataChannel) -> bool:
@@ -414,7 +417,7 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 def check_transport(transport: Any, what: str) -> None:
     """Raises TypeError for what is no dtype of floats: values would be cut to whole numbers on their way."""
     if not isinstance(transport, torch.dtype) or not transport.is_floating_point:
-        raise TypeError(f"{what}: transport is a dtype of floats, such as torch.bfloat16, not {transport!r}")
+        raise TypeError(f"{what}: transport is a dtype of floats, such as torch.bfloat16, not {shown(transport)}")
 
 
 def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
@@ -425,7 +428,7 @@ def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     if not isinstance(op, ReduceOp):
         name = (getattr(op, "name", None) or str(op).rpartition(".")[2]).upper()
         if name not in ReduceOp.__members__:
-            raise TypeError(f"{op!r} is no reduction; there are {', '.join(ReduceOp.__members__)}")
+            raise TypeError(f"{shown(op)} is no reduction; there are {', '.join(ReduceOp.__members__)}")
         op = ReduceOp[name]
     check(op, dtype)
     return op  # type: ignore[no-any-return]

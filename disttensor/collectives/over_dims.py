@@ -18,7 +18,7 @@ from ..dispatch.call_site import here
 from ..dispatch.copies import sums_groups
 from ..dispatch.lazy_views import materialise
 from ..errors import late_warnings
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import spelled, whole_number
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, where_is
 from ..runtime.channel.base import Transfer
@@ -340,7 +340,7 @@ def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool =
     """
     place = on_mesh(x, "permute_ranks")
     found = groups(place, over, "permute_ranks")
-    call = _Call(found, root=by % len(found[0]), async_op=async_op)
+    call = _Call(found, root=whole_number("permute_ranks: by", by, None) % len(found[0]), async_op=async_op)
     out = _apply(_Permute, x, call)
     return call.new("permute_ranks", place, over, lambda: out)  # type: ignore[no-any-return]
 

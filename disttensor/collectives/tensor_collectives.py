@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import spelled, whole_number
 from ..futures.work import Work
 from ..runtime.collective import ReduceOp, Way
 from ..session.current import session as current_session
@@ -345,15 +345,16 @@ def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, as
         group: the nodes of the tensors, in their order. Default: the nodes that the tensors are on.
         async_op: return a Work, whose ``result()`` is ``tensors``, instead of None.
 
-    Raises TypeError for local tensors or dtypes that differ; ValueError for shapes that differ, or tensors that are not
-    on the group's nodes; NodeLost.
+    Raises TypeError for local tensors, dtypes that differ, a shift that is no number; ValueError for shapes that
+    differ, or tensors that are not on the group's nodes; NodeLost.
     """
     what = "sendreceive"
+    by = whole_number(f"{what}: shift", shift, None)
     group, session = group_of(tensors, group, what)
     dtype = alike(tensors, what)
     written(*tensors)
     parts = [Part([read(x)], [x]) for x in tensors]
-    collective = CollectiveCall("shift", group, parts, root=shift % len(group), dtype=dtype, value=tensors)
+    collective = CollectiveCall("shift", group, parts, root=by % len(group), dtype=dtype, value=tensors)
     return collective.issue(session, async_op)
 
 

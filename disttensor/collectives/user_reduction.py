@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import Way
+from ..runtime.process.spelling import shown
 from ..session.current import session as current_session
 from ..session.places import Place, one_session
 from .groups import Group, Split, given_group, new_group
@@ -89,7 +90,7 @@ def _call(fn: Function, a: Any, a_is_new: bool, b: Any, b_is_new: bool) -> Any:
     found = [named(x, "all_reduce: what the function returns") for x in tree_leaves(result) if torch.is_tensor(x)]
     if not found:
         raise TypeError(
-            f"all_reduce: the function has to return a tensor where it is given tensors, not {result!r:.60}"
+            f"all_reduce: the function has to return a tensor where it is given tensors, not {shown(result)}"
         )
     return result
 

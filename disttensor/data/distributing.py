@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from ..collectives.over_dims import Over
 from ..errors.argument_checks import flag, one_of, spelled, whole_number
 from ..runtime.node.samples import Plan
+from ..runtime.process.spelling import shown
 from .from_script import DatasetHere, LoaderHere
 from .on_nodes import DatasetThere
 from .ranks import Ranks
@@ -179,7 +180,7 @@ def _refuse(given: dict[str, Any], shuffle: bool | None, loader: Any, at: str) -
     if at == "script" and shuffle is not None:
         raise ValueError("distribute: a loader has its own order; shuffle= is for a dataset with batch_size=")
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"distribute takes a dataset with batch_size=, or an iterable of batches, not {loader!r:.60}")
+        raise TypeError(f"distribute takes a dataset with batch_size=, or an iterable of batches, not {shown(loader)}")
 
 
 def _taken_apart(loader: DataLoader[Any]) -> tuple[Any, int, bool, dict[str, Any]]:

@@ -13,6 +13,7 @@ from ..dispatch.call_site import here
 from ..meshes.mesh import Mesh, place_of
 from ..proxy.meta import Handle, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.process.spelling import shown
 from ..session import current
 from ..session.current import session_of
 from ..session.places import MeshPlace, Place
@@ -41,7 +42,7 @@ class Ranks:
         else:
             self.many = not isinstance(where, (int, str, torch.device))
             if self.many and not isinstance(where, Iterable):
-                raise TypeError(f"distribute takes a mesh, a list of nodes, or one place, not {where!r}")
+                raise TypeError(f"distribute takes a mesh, a list of nodes, or one place, not {shown(where)}")
             self.places = [self._place(one) for one in (where if self.many else [where])]
             self.of = list(range(len(self.places)))
             if not self.places:
@@ -57,7 +58,7 @@ class Ranks:
     def _place(self, one: Any) -> Place:
         place = self.session.places.at(one)
         if isinstance(place, MeshPlace):
-            raise TypeError(f"distribute: {one!r} is the device of {place}; give the mesh itself, and over=")
+            raise TypeError(f"distribute: {shown(one)} is the device of {place}; give the mesh itself, and over=")
         return place
 
     def __repr__(self) -> str:

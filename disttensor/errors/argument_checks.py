@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -36,19 +36,19 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
     """Raises ValueError for a value that is none of the known ones."""
     if value not in known:
         raise ValueError(
-            f"{name} {value!r} is unknown (known: {', '.join(map(repr, known))}){did_you_mean(value, known)}"
+            f"{name} {shown(value)} is unknown (known: {', '.join(map(repr, known))}){did_you_mean(value, known)}"
         )
 
 
-def whole_number(name: str, value: Any, least: int = 0) -> int:
+def whole_number(name: str, value: Any, least: int | None = 0) -> int:
     """Returns ``value`` as an int. Raises TypeError for what is no whole number, ValueError for one below ``least``."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} is a whole number, not {value!r}")
-    if number < least:
+        raise TypeError(f"{name} is a whole number, not {shown(value)}")
+    if least is not None and number < least:
         raise ValueError(f"{name}={number}: at least {least} is needed")
     return number
 
@@ -56,13 +56,13 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
 def flag(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is True or False (0 and 1 will do)."""
     if value not in (True, False):
-        raise TypeError(f"{name} is True or False, not {value!r}")
+        raise TypeError(f"{name} is True or False, not {shown(value)}")
 
 
 def seconds(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a number of seconds, ValueError unless it is above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is a number of seconds, not {value!r}")
+        raise TypeError(f"{name} is a number of seconds, not {shown(value)}")
     if not value > 0:
         raise ValueError(f"{name}={value}: more than 0 seconds are needed")
 
@@ -78,32 +78,34 @@ def span(name: str, value: Any) -> int | tuple[int, int]:
         try:
             return whole_number(name, value, 1)
         except TypeError:
-            raise TypeError(f"{name} is a whole number, or a pair of the least and the most, not {value!r}") from None
+            raise TypeError(
+                f"{name} is a whole number, or a pair of the least and the most, not {shown(value)}"
+            ) from None
     if len(value) != 2:
-        raise ValueError(f"{name}={value!r}: a pair of the least and the most is needed")
+        raise ValueError(f"{name}={shown(value)}: a pair of the least and the most is needed")
     least, most = (whole_number(name, number, 1) for number in value)
     if least > most:
-        raise ValueError(f"{name}={value!r}: the least comes first; did you mean {(most, least)}?")
+        raise ValueError(f"{name}={shown(value)}: the least comes first; did you mean {(most, least)}?")
     return least, most
 
 
 def text(name: str, value: Any, example: str) -> None:
     """Raises TypeError for what is no text."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is a text such as {example!r}, not {value!r}")
+        raise TypeError(f"{name} is a text such as {example!r}, not {shown(value)}")
 
 
 def texts(name: str, value: Any, example: str) -> None:
     """Raises TypeError for what is no list of texts. A single text is none either: its letters would be taken for
     texts."""
     if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
-        raise TypeError(f"{name} is a list of texts such as [{example!r}], not {value!r}")
+        raise TypeError(f"{name} is a list of texts such as [{example!r}], not {shown(value)}")
 
 
 def mapping(name: str, value: Any) -> None:
     """Raises TypeError unless ``value`` is a mapping whose keys are texts."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is a dict, not {value!r}")
+        raise TypeError(f"{name} is a dict, not {shown(value)}")
     for key in value:
         if not isinstance(key, str):
             raise TypeError(f"{name} has a key that is no text: {key!r}")

@@ -25,6 +25,7 @@ from ..runtime.master.failures import Replayed
 from ..runtime.master.route import Route, route
 from ..runtime.node.graphs.engines.registry import ENGINES
 from ..runtime.process.signals import uninterrupted
+from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session import current
@@ -175,7 +176,8 @@ class Graph:
 
     @uninterrupted
     def __del__(self) -> None:
-        self.reset()  # takes no lock
+        if hasattr(self, "_recorded"):  # else a call with wrong arguments has made it
+            self.reset()  # takes no lock
 
 
 class graph:
@@ -195,7 +197,7 @@ class graph:
 
     def __init__(self, g: Graph, *, engine: str = "interpreter") -> None:
         if engine not in ENGINES:
-            raise ValueError(f"there is no engine {engine!r}; there are {', '.join(ENGINES)}")
+            raise ValueError(f"there is no engine {shown(engine)}; there are {', '.join(ENGINES)}")
         self._graph = g
         self._engine = engine
         self._token: Token[Route] | None = None

@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 from ..dispatch.call_site import here
 from ..runtime.master.failures import line_of
 from ..runtime.process.generated_code import function
+from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import GraphError
 
 _UNARY = {"-": operator.neg, "+": operator.pos}
@@ -73,7 +74,7 @@ class Tape:
 
     def _number(self, value: Any, name: str, parents: tuple[str, ...]) -> Number:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise GraphError(f"a number that replays give anew became {value!r}, which is no real number")
+            raise GraphError(f"a number that replays give anew became {shown(value)}, which is no real number")
         mark = self._mark(float(value))
         self._marks[mark] = name
         self._parents.setdefault(name, parents)

@@ -10,6 +10,7 @@ import torch
 from ..collectives import all_reduce_, broadcast
 from ..collectives.over_dims import Over
 from ..proxy.proxy import where_is
+from ..runtime.process.spelling import shown
 from ..session.places import MeshPlace
 from .cut import cut_of
 
@@ -37,7 +38,7 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
     ValueError for another ``how``, an unknown dim, or a parameter that is cut along one of the dims; NodeLost.
     """
     if how not in ("first", "avg"):
-        raise ValueError(f"agree_: how is 'first' or 'avg', not {how!r}")
+        raise ValueError(f"agree_: how is 'first' or 'avg', not {shown(how)}")
     tensors = _tensors(what)
     there: list[Any] = [x for x in tensors if isinstance(where_is(x), MeshPlace)]
     if tensors and not there:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ..collectives import all_gather
 from ..proxy.proxy import where_is
+from ..runtime.process.spelling import shown
 from ..session.places import MeshPlace
 from .making import shard
 from .mesh import Mesh
@@ -28,7 +29,7 @@ class Cut:
 
     def __init__(self, mesh: Mesh, over: str, size: int, what: str) -> None:
         if not isinstance(mesh, Mesh):
-            raise TypeError(f"{what} takes a mesh, as in mesh=dt.mesh(dp=2, tp=2), not {mesh!r}")
+            raise TypeError(f"{what} takes a mesh, as in mesh=dt.mesh(dp=2, tp=2), not {shown(mesh)}")
         if not isinstance(over, str):
             raise TypeError(f"{what}: over is the name of one dim of the mesh, as in over='tp', not {over!r}")
         self.mesh, self.over, self.size, self.what = mesh, over, size, what

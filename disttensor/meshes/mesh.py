@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..proxy.proxy import DistributedTensor
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 from ..session import current
 from ..session.places import MeshPlace, Place, varied
 from .shards import together
@@ -97,7 +97,7 @@ class Mesh:
     def _named(self, dim: str) -> str:
         if dim not in self._dims:
             raise ValueError(
-                f"{self} has no dim {dim!r}; it has {', '.join(self._dims)}{did_you_mean(dim, self._dims)}"
+                f"{self} has no dim {shown(dim)}; it has {', '.join(self._dims)}{did_you_mean(dim, self._dims)}"
             )
         return dim
 
@@ -267,7 +267,7 @@ def varying(*dims: str) -> Iterator[None]:
     """
     for dim in dims:
         if not isinstance(dim, str):
-            raise TypeError(f"varying takes names of dims, not {dim!r}")
+            raise TypeError(f"varying takes names of dims, not {shown(dim)}")
     token = varied.set(tuple(dict.fromkeys(dims)))
     try:
         yield
@@ -285,7 +285,7 @@ def place_of(target: Any, what: str) -> MeshPlace:
     elif isinstance(target, (str, torch.device)):
         place = current.session().places.named(target)
     else:
-        raise TypeError(f"{what} takes a mesh, not {target!r}")
+        raise TypeError(f"{what} takes a mesh, not {shown(target)}")
     if not isinstance(place, MeshPlace):
         raise TypeError(f"{what} takes a mesh, or a tensor on one, and this is on {place}")
     return place

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.process.spelling import shown
 from ..session import current
 from ..session.node_context import current_node
 from ..session.places import MeshPlace, Place
@@ -89,7 +90,7 @@ def _legacy(name: str, dtype: torch.dtype) -> Callable[..., DistributedTensor]:
             return torch.as_tensor(args[0], dtype=dtype).to(place.device)  # type: ignore[return-value]
         sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
         if not all(isinstance(n, int) for n in sizes):
-            raise TypeError(f"{name} takes sizes, or one sequence of values, not {args!r}")
+            raise TypeError(f"{name} takes sizes, or one sequence of values, not {shown(args)}")
         return torch.empty(tuple(sizes) or (0,), dtype=dtype, device=place.device)  # type: ignore[return-value]
 
     make.__name__ = make.__qualname__ = name

@@ -28,7 +28,7 @@ from ..runtime.master.mesh_home import MeshHome
 from ..runtime.master.node import Node
 from ..runtime.master.route import route, waits
 from ..runtime.process.signals import uninterrupted
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import BASE, AllowList
 from ..runtime.protocol.errors import DisttensorError
@@ -286,14 +286,14 @@ class MeshPlace(Place):
             found[name] = tuple(map(tuple, groups.values()))
         for name, ranks in found.items():
             if self.axes.get(name, ranks) != ranks:
-                raise ValueError(f"{name!r} is another dim of {self}; call this one otherwise")
+                raise ValueError(f"{shown(name)} is another dim of {self}; call this one otherwise")
         self.axes |= found
 
     def groups(self, name: str, what: str) -> Groups:
         """Returns the groups of members along a dim. Raises ValueError for an unknown name."""
         if name not in self.axes:
             dims = ", ".join(f"{known}={len(groups[0])}" for known, groups in self.axes.items())
-            raise ValueError(f"{what}: {self} has no dim {name!r}; it has {dims}{did_you_mean(name, self.axes)}")
+            raise ValueError(f"{what}: {self} has no dim {shown(name)}; it has {dims}{did_you_mean(name, self.axes)}")
         return self.axes[name]
 
     def generator(
@@ -342,6 +342,13 @@ class MeshPlace(Place):
             if op not in member.home.permitted:
                 member._permit(op, site)
         self.home.permitted.add(op)
+
+
+def _without_gpus(names: Sequence[str]) -> str:
+    """Says what has CUDA devices where there are none; "" for a node that has some."""
+    if len(names) > 1:
+        return ""
+    return ". Without a GPU, init_master_worker(simulate_cuda=2) gives each node two CUDA devices of CPU memory"
 
 
 def where(dims: Mapping[str, int], index: int) -> str:
@@ -642,7 +649,7 @@ class Places:
                 return named
             node = named.node
         if isinstance(node, bool) or not isinstance(node, int):
-            raise TypeError(f"a node is an integer or a text such as 'node:1', not {node!r}")
+            raise TypeError(f"a node is an integer or a text such as 'node:1', not {shown(node)}")
         if not 0 <= node < len(self._nodes):
             n = len(self._nodes)
             raise ValueError(
@@ -652,7 +659,7 @@ class Places:
             return self._by_node[node]
         name = self._name(device)
         if name not in (names := self._nodes[node].devices):
-            raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(names)}")
+            raise RuntimeError(f"node {node} has no device {name}; it has {', '.join(names)}{_without_gpus(names)}")
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
@@ -678,7 +685,7 @@ class Places:
         try:
             found = torch.device(device)
         except RuntimeError:
-            raise TypeError(f"a node is an integer or a text such as 'node:1', not {device!r}") from None
+            raise TypeError(f"a node is an integer or a text such as 'node:1', not {shown(device)}") from None
         if found.type != "node":
             raise ValueError(f"a node is an integer or a text such as 'node:1', not {str(device)!r}")
         return self.of(found)

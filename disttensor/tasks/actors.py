@@ -23,7 +23,7 @@ from ..proxy.meta import Handle, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import waits
 from ..runtime.node import actors as node_side
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
@@ -85,14 +85,14 @@ def actor(
     waits("an actor")
     session = current.session()
     if not isinstance(kind, type):
-        raise TypeError(f"actor takes a class and the arguments of its __init__, and {kind!r:.60} is not a class")
+        raise TypeError(f"actor takes a class and the arguments of its __init__, and {shown(kind)} is not a class")
     if isinstance(node, Mesh) or (not isinstance(node, (str, torch.device)) and hasattr(node, "__iter__")):
         raise TypeError(
-            f"actor(node=) takes one node, not {node!r:.80}: [dt.actor({kind.__name__}, node=n) for n in nodes]"
+            f"actor(node=) takes one node, not {shown(node)}: [dt.actor({kind.__name__}, node=n) for n in nodes]"
         )
     place = session.places.at(_default(session) if node is None else node)
     if isinstance(place, MeshPlace):
-        raise TypeError(f"actor(node={node!r}): that is {place}, and an actor lives on one node")
+        raise TypeError(f"actor(node={shown(node)}): that is {place}, and an actor lives on one node")
     for name in _names(kind).intersection(_OWN):
         raise TypeError(f"actor: {kind.__name__} has a {name!r}, and so has the handle of an actor; rename it")
     _fits(f"{kind.__name__}()", kind, args, kwargs)

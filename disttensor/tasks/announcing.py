@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import ProtocolError, RemoteError
 from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable, name_of
 
@@ -38,13 +39,13 @@ def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announc
         named = list(_classes_in(form))
         if form not in ((), None) and not named:
             raise TypeError(
-                f"{what}={form!r:.100} names no dataclass, namedtuple, enum or exception of yours; plain data and "
+                f"{what}={shown(form)} names no dataclass, namedtuple, enum or exception of yours; plain data and "
                 "Python's own exceptions need not be announced, and other classes can't come back"
             )
         for cls in named:
             if what == "raises" and not issubclass(cls, BaseException):
                 raise TypeError(
-                    f"raises={form!r:.100}: {cls.__name__} is no exception; returns= is for what is returned"
+                    f"raises={shown(form)}: {cls.__name__} is no exception; returns= is for what is returned"
                 )
             announced.add(cls)  # or says why its objects can't come
     todo = [*announced, *of_arguments, *_classes_in(_return_of(call.fn))]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors.argument_checks import whole_number
 from ..runtime.endpoints import frames
 from ..runtime.endpoints.connection import Connection, check_tag
 from ..runtime.endpoints.frames import Come, Hello, Refused, Welcome
@@ -86,8 +87,8 @@ class Endpoint:
         if where.found() is not None:
             raise DisttensorError("an Endpoint is made by the script; functions on nodes may use dt.connect")
         session = current.session()
-        if max_clients < 1:
-            raise ValueError(f"max_clients={max_clients}: one at least")
+        whole_number("max_clients", max_clients, 1)
+        whole_number("port", port)
         ways = addresses_of([interface] if isinstance(interface, str) else interface) if interface else (LOOPBACK,)
         keys = fresh()
         self._max = max_clients

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..dispatch.call_site import here
+from ..runtime.process.spelling import shown
 from ..session import current
 from .announcing import Announcing, announced_by
 from .calls import name_of
@@ -72,7 +73,7 @@ class Executor(StandardExecutor):
     def _submit(self, named: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, site: Any) -> Future[Any]:
         """``named``: the user's function, which ``fn`` calls."""
         if not callable(named):
-            raise TypeError(f"submit takes a function and its arguments, and {named!r:.60} can't be called")
+            raise TypeError(f"submit takes a function and its arguments, and {shown(named)} can't be called")
         what, announcing = f"{name_of(named)}()", self._announcing._replace(fn=named)
         call = partial(begin, self._session, fn, args, kwargs, site=site, announcing=announcing, what=what)
         item = Item(call, what, site, self._retries)

@@ -15,7 +15,7 @@ from ..errors.missing import advised
 from ..meshes.mesh import Mesh
 from ..runtime.master.route import waits
 from ..runtime.node import where
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost, RemoteError
 from ..session import current
@@ -131,7 +131,7 @@ def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[b
         if isinstance(nodes, (int, str, torch.device)):
             raise TypeError(
                 f"{what}(nodes=) takes a mesh, or a list of nodes such as [0, 1], that form a process group of "
-                f"torch.distributed; on one node it is node={nodes!r}"
+                f"torch.distributed; on one node it is node={shown(nodes)}"
             )
         return True, True, Targets(session, nodes)
     if isinstance(node, Mesh) or (isinstance(node, Iterable) and not isinstance(node, str)):
@@ -141,8 +141,8 @@ def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[b
     place = session.places.at(current_node() if node is None else node)
     if isinstance(place, MeshPlace):
         raise TypeError(
-            f"{what}(node={node!r}): that is {place}; node=mesh runs the function on each of its nodes, and nodes=mesh "
-            "as ranks of torch.distributed"
+            f"{what}(node={shown(node)}): that is {place}; node=mesh runs the function on each of its nodes, and "
+            "nodes=mesh as ranks of torch.distributed"
         )
     return False, False, place
 
@@ -163,7 +163,7 @@ def check_call(fn: Any, kwargs: dict[str, Any], what: str) -> None:
     """Raises TypeError for what is no function, and for a misspelt argument of ``what`` that the function does not take
     either: the error from the node would say that the function got it."""
     if not callable(fn):
-        raise TypeError(f"{what} takes a function and its arguments, and {fn!r:.60} can't be called")
+        raise TypeError(f"{what} takes a function and its arguments, and {shown(fn)} can't be called")
     known = ("node", "nodes", "returns", "raises", *(["beside"] if what == "submit" else []))
     for name in kwargs.keys() - {"returns", "raises"}:
         if (meant := did_you_mean(name, known, "{}=")) and not _takes(fn, name):

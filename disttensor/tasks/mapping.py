@@ -13,6 +13,7 @@ from ..dispatch.call_site import here
 from ..errors.argument_checks import flag
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
+from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.session import Session
@@ -27,7 +28,7 @@ class Slots:
         """Raises ValueError, TypeError as ``new_group`` does, NodeLost where all nodes are lost."""
         for name, value, least in (("per_node", per_node, 1), ("retries", retries, 0)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is a number, not {value!r:.60}")
+                raise TypeError(f"{name} is a number, not {shown(value)}")
             if value < least:
                 raise ValueError(f"{name} is {value}, and has to be {least} at least")
         chosen = range(len(session.nodes)) if nodes is None else new_group(nodes).nodes
@@ -99,7 +100,7 @@ def map(
     if not iterables:
         raise TypeError("map takes a function and at least one iterable")
     if not callable(fn):
-        raise TypeError(f"map takes a function and its arguments, and {fn!r:.60} can't be called")
+        raise TypeError(f"map takes a function and its arguments, and {shown(fn)} can't be called")
     flag("ordered", ordered)
     waits("map")
     announced_by(Announcing(fn, returns, raises))  # what they can't be is said now

@@ -18,6 +18,7 @@ from ..meshes import agree_
 from ..meshes.shards import together
 from ..runtime.channel.ticket import Ticket
 from ..runtime.node.streams.lane import when_all
+from ..runtime.process.spelling import shown
 from ..session.current import session_of
 from ..session.places import MeshPlace
 from .named import Named, limit_of, not_parts, on_a_mesh, packs, place_of, without
@@ -240,15 +241,17 @@ def _take(winner: int | Sequence[int], named: Sequence[Named], over: Over) -> No
     ranks = groups(place, over, "average_parameters")
     if isinstance(winner, int):
         if not 0 <= winner < len(ranks[0]):
-            raise ValueError(f"average_parameters: winner={winner}, and there are {len(ranks[0])} ranks along {over!r}")
+            raise ValueError(
+                f"average_parameters: winner={winner}, and there are {len(ranks[0])} ranks along {shown(over)}"
+            )
         best = {winner}
     else:
         counts = _each(winner, place, "average_parameters: winner")
         best = {max(range(len(group)), key=lambda i: (counts[group[i]], -i)) for group in ranks}
     if len(best) > 1:
         raise ValueError(
-            f"average_parameters: winner={list(winner)!r} has ranks {sorted(best)} along {over!r} win, in different "  # type: ignore[arg-type]
-            "groups; mesh.slice(...) is one of these"
+            f"average_parameters: winner={list(winner)!r} has ranks {sorted(best)} along {shown(over)} win, in "  # type: ignore[arg-type]
+            "different groups; mesh.slice(...) is one of these"
         )
     for _, tensor in named:
         tensor.copy_(broadcast(tensor, over=over, src=next(iter(best))))
@@ -261,7 +264,7 @@ def _any_place(module: torch.nn.Module) -> MeshPlace:
 def _place(named: Sequence[Named]) -> MeshPlace:
     place = place_of(named[0][1])
     if place is None:
-        raise TypeError(f"{named[0][0]!r} is on no mesh")
+        raise TypeError(f"{shown(named[0][0])} is on no mesh")
     return place
 
 

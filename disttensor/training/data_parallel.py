@@ -16,6 +16,7 @@ from ..errors.argument_checks import one_of
 from ..meshes import Mesh, agree_, from_shards, varying
 from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
+from ..runtime.process.spelling import shown
 from .batches import shares_of
 from .buckets import Buckets
 from .named import Named, dims, limit_of, not_parts, on_a_mesh, place_of, without
@@ -208,7 +209,7 @@ def _checked_shares(shares: Sequence[float], op: str, mesh: Mesh, over: tuple[st
         )
     numbers = tuple(shares)
     if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
-        raise TypeError(f"DataParallel: shares are numbers of samples, not {shares!r}")
+        raise TypeError(f"DataParallel: shares are numbers of samples, not {shown(shares)}")
     ranks = math.prod(mesh.size(dim) for dim in over)
     if len(numbers) != ranks or not all(0 <= n < math.inf for n in numbers) or not any(numbers):
         raise ValueError(
@@ -222,7 +223,7 @@ def _check(module: object, mesh: object, over: tuple[str, ...]) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"DataParallel takes a module, not {type(module).__name__}")
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"DataParallel takes a mesh (dt.mesh(dp=...)), not {mesh!r}")
+        raise TypeError(f"DataParallel takes a mesh (dt.mesh(dp=...)), not {shown(mesh)}")
     if not over:
         raise ValueError(f"DataParallel: over names no dim; {mesh} has {', '.join(mesh.names)}")
     for dim in over:

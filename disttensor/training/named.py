@@ -10,7 +10,7 @@ import torch
 from ..collectives.over_dims import Over
 from ..meshes.cut import cut_of
 from ..proxy.proxy import where_is
-from ..runtime.process.spelling import did_you_mean
+from ..runtime.process.spelling import did_you_mean, shown
 from ..session.places import MeshPlace
 
 Named = tuple[str, torch.Tensor]
@@ -53,7 +53,7 @@ def without(module: torch.nn.Module, skip: Sequence[str], what: str) -> set[str]
     Raises TypeError for a text in place of a list, ValueError for a name that there is not.
     """
     if isinstance(skip, str):
-        raise TypeError(f"{what}: skip is a list of names, not {skip!r}; skip=[{skip!r}]")
+        raise TypeError(f"{what}: skip is a list of names, not {shown(skip)}; skip=[{shown(skip)}]")
     tensors = [name for name, _ in _all(module)]
     modules = [name for name, _ in module.named_modules() if name]
     found: set[str] = set()

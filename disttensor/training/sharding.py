@@ -15,6 +15,7 @@ from ..errors.argument_checks import flag, spelled
 from ..futures.work import Work
 from ..meshes import Mesh, varying
 from ..meshes.cut import Cut, cut_of, mark, part_of, whole_of
+from ..runtime.process.spelling import shown
 from .batches import shares_of
 from .groups import Group, Part, group_of_part, were_cut
 from .named import place_of
@@ -263,16 +264,16 @@ def _check(module: object, mesh: object, over: object, replicas: object, policy:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes a module, not {type(module).__name__}; of several, call it for each")
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"fully_shard takes a mesh, as in fully_shard(model, dt.mesh(dp=4)), not {mesh!r}")
+        raise TypeError(f"fully_shard takes a mesh, as in fully_shard(model, dt.mesh(dp=4)), not {shown(mesh)}")
     if not isinstance(over, str):
-        raise TypeError(f"fully_shard: over is the name of one dim of the mesh, as in over='dp', not {over!r}")
+        raise TypeError(f"fully_shard: over is the name of one dim of the mesh, as in over='dp', not {shown(over)}")
     mesh.size(over)
     if replicas is not None:
         if not isinstance(replicas, str):
-            raise TypeError(f"fully_shard: replicas is the name of a dim, as in replicas='rep', not {replicas!r}")
+            raise TypeError(f"fully_shard: replicas is the name of a dim, as in replicas='rep', not {shown(replicas)}")
         mesh.size(replicas)
         if replicas == over:
-            raise ValueError(f"fully_shard: over and replicas are two dims of the mesh, and both are {over!r}")
+            raise ValueError(f"fully_shard: over and replicas are two dims of the mesh, and both are {shown(over)}")
     if isinstance(module, FSDPModule):
         raise ValueError(f"fully_shard: this {_plain_name(module)} is sharded already")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
@@ -282,7 +283,7 @@ def _check(module: object, mesh: object, over: object, replicas: object, policy:
         )
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if policy is not None and not all(hasattr(policy, field) for field in fields):
-        raise TypeError(f"fully_shard: mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, not {policy!r}")
+        raise TypeError(f"fully_shard: mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, not {shown(policy)}")
     return () if replicas is None else (replicas,)
 
 

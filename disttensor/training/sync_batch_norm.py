@@ -15,6 +15,7 @@ import torch
 from ..collectives import all_gather
 from ..collectives.over_dims import Over, groups
 from ..proxy.proxy import where_is
+from ..runtime.process.spelling import shown
 from ..session.places import MeshPlace
 
 
@@ -49,7 +50,8 @@ def _over(group: Any, place: MeshPlace) -> Over:
         return group
     raise TypeError(
         f"SyncBatchNorm on {place}: process_group is the name of a dim of the mesh, or several, along which the ranks "
-        f"have the statistics of a batch together ({', '.join(place.dims)}), or None for all ranks; it is {group!r}"
+        f"have the statistics of a batch together ({', '.join(place.dims)}), or None for all ranks; it "
+        f"is {shown(group)}"
     )
 
 

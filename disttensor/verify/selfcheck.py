@@ -32,6 +32,7 @@ from ..proxy.proxy import DistributedTensor, operand_name, proxy
 from ..runtime.master.failures import Site, line_of
 from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
+from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import VerifyError
 from ..session.places import MeshPlace, Place
@@ -482,9 +483,9 @@ def end() -> None:
 def share_of(verify: Any) -> float:
     """Returns ``verify`` as a float. Raises TypeError or ValueError for what is no share."""
     if isinstance(verify, bool) or not isinstance(verify, (int, float)):
-        raise TypeError(f"verify={verify!r} is no number: 0 compares nothing, 0.01 one operation of 100, 1 all")
+        raise TypeError(f"verify={shown(verify)} is no number: 0 compares nothing, 0.01 one operation of 100, 1 all")
     if not 0 <= verify <= 1:
-        raise ValueError(f"verify={verify!r} is no share: 0 compares nothing, 0.01 one operation of 100, 1 all")
+        raise ValueError(f"verify={shown(verify)} is no share: 0 compares nothing, 0.01 one operation of 100, 1 all")
     return float(verify)
 
 

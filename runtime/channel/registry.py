@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from ..process.spelling import did_you_mean
+from ..process.spelling import did_you_mean, shown
 from ..protocol.channel_names import BUILTIN as _BUILTIN
 from ..protocol.channel_names import ENTRY_POINTS, names
 from ..protocol.errors import DisttensorError
@@ -30,7 +30,7 @@ def register_channel(name: str, cls: type[DataChannel]) -> None:
     for a name that is taken by another class.
     """
     if not (isinstance(cls, type) and issubclass(cls, DataChannel)):
-        raise TypeError(f"channel {name!r} has to be a subclass of DataChannel, not {cls!r}")
+        raise TypeError(f"channel {shown(name)} has to be a subclass of DataChannel, not {shown(cls)}")
     if name in _BUILTIN or _registered.get(name, cls) is not cls:
         raise ValueError(f"the channel name {name!r} is taken; known channels: {', '.join(channel_names())}")
     _registered[name] = cls

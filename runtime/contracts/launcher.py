@@ -24,6 +24,7 @@ import msgspec
 from ..host.launcher import Exited, Launcher, Started
 from ..host.output_options import Output
 from ..launch.output.lines import TAIL_LINES
+from ..process.spelling import shown
 from ..protocol.errors import StartError
 from .conformance import ConformanceError, need
 from .launcher_ends import (
@@ -57,7 +58,7 @@ def check_launcher(make: Make, without: Collection[str] = ()) -> None:
     Raises ConformanceError, which names the check and what was wrong, ValueError for an unknown name in ``without``.
     """
     if unknown := set(without) - set(CHECKS):
-        raise ValueError(f"there is no check {unknown.pop()!r} (there are {', '.join(CHECKS)})")
+        raise ValueError(f"there is no check {shown(unknown.pop())} (there are {', '.join(CHECKS)})")
     for name in CHECKS:
         if name not in without:
             run_check(name, make)

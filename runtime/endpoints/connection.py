@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..launch.rendezvous.credentials import read_connection_file
+from ..process.spelling import shown
 from ..protocol.codec import printable
 from ..protocol.errors import BrokenError, ProtocolError
 from ..shared.waiting import check_timeout
@@ -208,7 +209,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
 
 def check_tag(tag: str) -> None:
     if not isinstance(tag, str):
-        raise TypeError(f"tag={tag!r:.60} is no text")
+        raise TypeError(f"tag={shown(tag)} is no text")
     if len(tag) > MAX_TAG:
         raise ValueError(f"a tag has {len(tag)} characters, and may have {MAX_TAG}")
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..process.spelling import shown
+
 #: Seconds by which a limit is above that of a process which tells why, so that this one has told it by then.
 ABOVE = 15.0
 
@@ -65,7 +67,7 @@ def silence_of(value: Silence | str | Sequence[float]) -> Silence:
         raise ValueError(text) from None
     if not 0 < pause < lost < lease < 1e6:
         raise ValueError(
-            f"silence={value!r}: nodes pause first, are lost later and end last, so each number of seconds is more "
-            "than the one before, as in 10,15,60"
+            f"silence={shown(value)}: nodes pause first, are lost later and end last, so each number of seconds is "
+            "more than the one before, as in 10,15,60"
         )
     return Silence(pause, lost, lease)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from . import channels
@@ -116,7 +117,7 @@ class Channel(Queue):
     def __init__(self, maxsize: int = 0, name: str | None = None) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
         if isinstance(maxsize, bool) or not isinstance(maxsize, int):
-            raise TypeError(f"Channel(maxsize={maxsize!r:.60}) takes a number of items")
+            raise TypeError(f"Channel(maxsize={shown(maxsize)}) takes a number of items")
         super().__init__(partial(channels.Channel, maxsize=maxsize), name)
         self.maxsize = maxsize
         self._be_found()
@@ -144,7 +145,7 @@ def select(*channels: Channel, timeout: float | None = None) -> tuple[Channel, A
     check_timeout(timeout)
     for channel in channels:
         if not isinstance(channel, Channel):
-            raise TypeError(f"select takes channels, not {channel!r:.60}")
+            raise TypeError(f"select takes channels, not {shown(channel)}")
     numbers = tuple(dict.fromkeys(channel._number for channel in channels))
     if not 1 <= len(numbers) <= s.MAX_SELECTED:
         raise ValueError(f"select takes 1 to {s.MAX_SELECTED} channels, not {len(numbers)}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ..node import where
 from ..process import role
+from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError, NodeLost
 from ..protocol.shared_objects import Answer
@@ -104,7 +105,7 @@ class Handle:
     def __init__(self, kind: Callable[[Objects, int], Object], name: str | None) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
         if not isinstance(name, str | None):
-            raise TypeError(f"{type(self).__name__}(name={name!r:.60}) takes a text")
+            raise TypeError(f"{type(self).__name__}(name={shown(name)}) takes a text")
         holder = self._made_by()
         self.name = name
         self._holder: Holder | None = holder
@@ -137,7 +138,7 @@ class Handle:
             return found
         others = sorted(other for kind, other in known if kind == cls.__name__)
         raise LookupError(
-            f"no {cls.__name__} has the name {name!r:.60}; "
+            f"no {cls.__name__} has the name {shown(name)}; "
             + (f"there are {', '.join(map(repr, others[:8]))}" if others else "the script makes it, with that name")
         )
 
@@ -156,11 +157,11 @@ class Handle:
         if not isinstance(value, Handle):
             return None
         if value._asking() is not self._asking():
-            raise ValueError(f"{value!r} is of another session than {self!r}, into which it is put")
+            raise ValueError(f"{shown(value)} is of another session than {self!r}, into which it is put")
         parts = {name: getattr(value, name) for name in value._crosses}
         for name, part in parts.items():
             if not isinstance(part, value._crosses[name]):
-                raise TypeError(f"{value!r} can't be put into {self!r}: its {name.strip('_')} can't cross")
+                raise TypeError(f"{shown(value)} can't be put into {self!r}: its {name.strip('_')} can't cross")
         if value._holder is not None:
             value._holder.where(value._number)
         return [type(value).__name__, value._number, value.name, *parts.values()]

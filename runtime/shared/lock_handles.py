@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from ..node import holders
 from ..node.holders import Holder
+from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
 from ..protocol.errors import DisttensorError
@@ -125,11 +126,11 @@ class Barrier(Handle):
         Raises DisttensorError without a session, and in a function on a node.
         """
         if isinstance(parties, bool) or not isinstance(parties, int):
-            raise TypeError(f"Barrier({parties!r:.60}) takes a number of parties")
+            raise TypeError(f"Barrier({shown(parties)}) takes a number of parties")
         if parties < 1:
             raise ValueError(f"Barrier({parties}): parties must be > 0")
         if action is not None and not callable(action):
-            raise TypeError(f"Barrier(action={action!r:.60}) takes a function")
+            raise TypeError(f"Barrier(action={shown(action)}) takes a function")
         check_timeout(timeout)
         super().__init__(partial(locks.Barrier, parties=parties, acts=action is not None), name)
         self.parties, self._action, self._timeout = parties, action, timeout

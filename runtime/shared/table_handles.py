@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from ..protocol.shared_objects import Answer, Item
@@ -122,7 +123,7 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
         check_timeout(timeout)
         answer = self._of(s.WAIT, key, timeout=timeout)
         if answer.said == s.EMPTY:
-            raise TimeoutError(f"{self!r} has had no {key!r:.60} within {timeout} s")
+            raise TimeoutError(f"{self!r} has had no {shown(key)} within {timeout} s")
         return self._value(answer, key)
 
     @property
@@ -152,8 +153,8 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
             after, over = page.count, page.closed
             if values and len(page.items) != len(page.keys):
                 raise DisttensorError("a page of keys came without their values")
-            for shown, item in zip(page.keys, page.items if values else [None] * len(page.keys), strict=True):
-                yield decode_plain(shown, []), unpack(item, self._referred) if item is not None else None
+            for own, item in zip(page.keys, page.items if values else [None] * len(page.keys), strict=True):
+                yield decode_plain(own, []), unpack(item, self._referred) if item is not None else None
 
 
 class _Items(ItemsView[Any, Any]):

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Protocol
 
+from ..process.spelling import shown
 from ..protocol.shared_objects import Answer, Asking
 
 #: Seconds between two looks of a thread for its interrupt: one that is not the main thread gets it between two of the
@@ -47,7 +48,7 @@ class Slot:
 def check_timeout(timeout: float | None) -> None:
     """Raises ValueError for a time limit that is below 0, or no number."""
     if timeout is not None and not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: seconds are not negative")
+        raise ValueError(f"timeout={shown(timeout)}: seconds are not negative")
 
 
 class Caller(Protocol):

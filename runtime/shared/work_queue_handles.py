@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ..node import holders
 from ..node.holders import Holder
 from ..node.user_functions import function_of
+from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
 from ..protocol.errors import CancelledError, DisttensorError
@@ -59,7 +60,7 @@ class WorkQueue(Queue):
         """Raises DisttensorError without a session, and in a function on a node."""
         for value, what in ((maxsize, "maxsize"), (tries, "tries")):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"WorkQueue({what}={value!r:.60}) takes a number")
+                raise TypeError(f"WorkQueue({what}={shown(value)}) takes a number")
         if tries < 1:
             raise ValueError(f"WorkQueue(tries={tries}): an item is tried once at least")
         answers = self._made_by().caller.objects.make(work_queues.Answers)

@@ -51,6 +51,9 @@ PUBLIC = {
     "disttensor.runtime.channel",
 }
 
+#: Types of PyTorch 0.x, which are at the first level and not in its ``dir``.
+TYPES = {name for name in dt.factories.__all__ if name.endswith("Tensor")}
+
 #: Private names that are torch's, on tensors.
 TORCHS = {"_base", "_grad", "_indices", "_is_view", "_nnz", "_values", "_version"}
 
@@ -168,7 +171,7 @@ def _private_name(module: str, name: str) -> bool:
     if module != "disttensor":
         themes = getattr(importlib.import_module(module), "__all__", None) if _is_ours(module) else None
         return themes is not None and name not in themes and module.count(".") == 1
-    if name in dir(dt) or f"disttensor.{name}" in PUBLIC:
+    if name in dir(dt) or name in TYPES or f"disttensor.{name}" in PUBLIC:
         return False
     if name in moved.NAMES:
         return True

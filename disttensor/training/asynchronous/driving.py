@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors.argument_checks import seconds as check_seconds
 from ...futures import fetch
+from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import ChannelError, NodeLost
 from ...session import current
 from .events import Event
@@ -64,7 +65,7 @@ def drive(
         raise TypeError("drive: how long? steps=, seconds=, or both")
     for name, number in (("steps", steps), ("max_staleness", max_staleness)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
-            raise ValueError(f"drive: {name} is a number from 0 on, not {number!r}")
+            raise ValueError(f"drive: {name} is a number from 0 on, not {shown(number)}")
     if seconds is not None:
         check_seconds("seconds", seconds)
     if not isinstance(strategy, Strategy):

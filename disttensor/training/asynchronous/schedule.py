@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...runtime.process.spelling import shown
+
 
 class Schedule(NamedTuple):
     """The steps at which a worker takes part, from 1 on: ``delay + every``, ``delay + 2 * every``, ...
@@ -20,7 +22,7 @@ class Schedule(NamedTuple):
         """Returns the schedule. Raises TypeError, ValueError."""
         for name, number, least in zip(self._fields, self, (0, 1, 0), strict=True):
             if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{what}: {name} is a number of steps, not {number!r}")
+                raise TypeError(f"{what}: {name} is a number of steps, not {shown(number)}")
             if number < least:
                 raise ValueError(f"{what}: {name} is {least} or more steps, not {number}")
         if self.prefetch >= self.every and self.prefetch:

@@ -16,7 +16,7 @@ import torch
 from ...errors.argument_checks import flag
 from ...futures import Work, fetch
 from ...proxy.proxy import where_is
-from ...runtime.process.spelling import did_you_mean
+from ...runtime.process.spelling import did_you_mean, shown
 from ...runtime.protocol.errors import DisttensorError
 from ...session import current
 from ...session.places import MeshPlace, Place
@@ -67,13 +67,13 @@ class ParameterServer:
         what = "ParameterServer"
         places = [_place(node) for node in (range(current.node_count()) if nodes is None else nodes)]
         if not places or len(set(places)) < len(places):
-            raise ValueError(f"{what}: nodes are several different ones, not {nodes!r}")
+            raise ValueError(f"{what}: nodes are several different ones, not {shown(nodes)}")
         self._rules = dict(rules or {})
         for name, rule in self._rules.items():
             if name in RULES or not callable(rule):
                 raise ValueError(f"{what}: rules[{name!r}]: a name that is none of {RULES}, and a function")
         if init not in ("first", "each"):
-            raise ValueError(f"{what}: init is 'first' or 'each', not {init!r}")
+            raise ValueError(f"{what}: init is 'first' or 'each', not {shown(init)}")
         self._places = places
         self._lock = threading.RLock()  #: pushes are applied one after the other, to all shards
         self._lanes: dict[tuple[int, int], Stream] = {}  #: by shard, and the worker's node (-1: the script; _OWN)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import NodeLost
 from .arriving import made
 from .events import Event
@@ -47,7 +48,7 @@ class Strategy:
         what = type(self).__name__
         self.schedule, self._local = Schedule(*schedule).checked(what), local_of(local, what)
         if buffers not in ("own", "mean"):
-            raise ValueError(f"{what}: buffers is 'own' or 'mean', not {buffers!r}")
+            raise ValueError(f"{what}: buffers is 'own' or 'mean', not {shown(buffers)}")
         self.buffers: Buffers = buffers
         self.forget()
 
@@ -179,7 +180,7 @@ class Downpour(_Served):
     ) -> None:
         super().__init__(server, schedule, local, buffers)
         if isinstance(send_every, bool) or not isinstance(send_every, int) or send_every < 1:
-            raise ValueError(f"Downpour: send_every is a number of steps from 1 on, not {send_every!r}")
+            raise ValueError(f"Downpour: send_every is a number of steps from 1 on, not {shown(send_every)}")
         self.send_every = send_every
 
     def forget(self) -> None:
@@ -272,7 +273,7 @@ class EASGD(_Served):
         else:
             super().__init__(server, schedule, local, buffers)
         if momentum and not isinstance(local, (int, float)):
-            raise ValueError(f"EASGD: with momentum={momentum} local is a learning rate, not {local!r}")
+            raise ValueError(f"EASGD: with momentum={momentum} local is a learning rate, not {shown(local)}")
         self.beta, self._alpha, self.momentum = beta, alpha, momentum
 
     def forget(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...meshes.shards import at_rank
 from ...proxy.proxy import where_is
+from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import NodeLost
 from ...session.places import MeshPlace
 
@@ -105,7 +106,9 @@ class Update:
 def local_of(local: Any, what: str) -> Any:
     """Returns ``local``. Raises TypeError for what is neither a rate nor a function."""
     if local is not None and (isinstance(local, bool) or not (isinstance(local, (int, float)) or callable(local))):
-        raise TypeError(f"{what}: local is a learning rate, a function that makes an optimizer, or None, not {local!r}")
+        raise TypeError(
+            f"{what}: local is a learning rate, a function that makes an optimizer, or None, not {shown(local)}"
+        )
     return local
 
 

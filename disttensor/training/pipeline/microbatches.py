@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ...meshes import Mesh
 from ...proxy.proxy import where_is
+from ...runtime.process.spelling import shown
 from ...session.places import MeshPlace, Place
 from ..batches import share_of
 
@@ -95,8 +96,8 @@ def _join(values: list[Any]) -> Any:
         return torch.cat(values)
     if any(value is not values[0] and value != values[0] for value in values):
         raise TypeError(
-            f"Pipeline: the last stage returns {values[0]!r} for one micro-batch, and other values for others; only "
-            "tensors are put together"
+            f"Pipeline: the last stage returns {shown(values[0])} for one micro-batch, and other values for others; "
+            "only tensors are put together"
         )
     return values[0]
 
@@ -104,7 +105,7 @@ def _join(values: list[Any]) -> Any:
 def checked(microbatches: object) -> int:
     """Returns the number of micro-batches. Raises ValueError for what is no positive integer."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"Pipeline: microbatches is a positive integer, not {microbatches!r}")
+        raise ValueError(f"Pipeline: microbatches is a positive integer, not {shown(microbatches)}")
     return microbatches
 
 

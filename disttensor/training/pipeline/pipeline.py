@@ -15,6 +15,7 @@ from ...collectives.over_dims import Over
 from ...errors.argument_checks import one_of
 from ...meshes import Mesh
 from ...meshes.cut import cut_of
+from ...runtime.process.spelling import shown
 from ...session import current
 from ...session.places import MeshPlace, Place
 from ..averaging import reduce_gradients
@@ -251,7 +252,7 @@ def _move_traced(module: nn.Module, modes: Mapping[bool, Sequence[Stage]], found
 def _places(places: Any, over: tuple[str, ...], stages: int) -> list[Place]:
     """Returns the places of the stages."""
     if isinstance(places, (str, torch.device, Mesh, Mapping)) or not isinstance(places, Sequence):
-        raise TypeError(f"Pipeline: places is a list with a place for each stage, not {places!r}")
+        raise TypeError(f"Pipeline: places is a list with a place for each stage, not {shown(places)}")
     if len(places) != stages or not stages:
         raise ValueError(
             f"Pipeline: {stages} stages and {len(places)} places; each stage has a place, and several may have the "

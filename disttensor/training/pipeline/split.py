@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...proxy.proxy import where_is
-from ...runtime.process.spelling import did_you_mean
+from ...runtime.process.spelling import did_you_mean, shown
 
 #: The shape and dtype of a tensor of the example; None for what is no tensor.
 Size = tuple[tuple[int, ...], torch.dtype] | None
@@ -77,7 +77,7 @@ def _marked(module: nn.Module, split_spec: Any) -> Iterator[None]:
 
     if not isinstance(split_spec, Mapping):
         raise TypeError(
-            f"Pipeline: split_spec is a dict such as {{'layers.2': SplitPoint.BEGINNING}}, not {split_spec!r}"
+            f"Pipeline: split_spec is a dict such as {{'layers.2': SplitPoint.BEGINNING}}, not {shown(split_spec)}"
         )
     known = [name for name, _ in module.named_modules() if name]
     hooks = []
