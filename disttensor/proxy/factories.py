@@ -9,7 +9,7 @@ import torch
 
 from ..runtime.process.spelling import shown
 from ..session import current
-from ..session.node_context import current_node
+from ..session.node_context import current_node, destination
 from ..session.places import MeshPlace, Place
 from .proxy import DistributedTensor
 
@@ -117,16 +117,32 @@ def device(node: int | str | torch.device, dev: str | int | torch.device | None 
 
 
 def dist_send(
-    self: torch.Tensor, node: int | None = None, device: str | int | torch.device | None = None
+    self: torch.Tensor, node: Any = None, device: str | int | torch.device | None = None, non_blocking: bool = False
 ) -> DistributedTensor:
-    """Returns a local tensor's copy on a node (the current one by default). Installed as ``Tensor.dist_send``.
+    """Returns a local tensor's copy on a node. Installed as ``Tensor.dist_send``: torch_backend/naming.py says more."""
+    place = destination(current.session().places, node, device, _kind(self))
+    return self.to(place.device, non_blocking=non_blocking)  # type: ignore[return-value]
 
-    The copy is on the same kind of device, so a CPU tensor stays on a CPU unless ``device`` names another. It is
-    differentiable. Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads
-    are on their way. Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have,
-    NodeLost, DisttensorError without a session.
-    """
-    places = current.session().places
-    kind = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
-    place = places.at(current_node() if node is None else node, kind if device is None else device)
-    return self.to(place.device)  # type: ignore[return-value]
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Returns the device of a node on which a tensor stays when it is sent there."""
+    if isinstance(tensor, DistributedTensor):
+        return "cuda" if tensor._place.is_cuda() else "cpu"
+    return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
+
+
+def send_module(
+    self: torch.nn.Module,
+    node: Any = None,
+    device: str | int | torch.device | None = None,
+    non_blocking: bool = False,
+) -> torch.nn.Module:
+    """Moves a module to a node. Installed as ``Module.dist_send``: torch_backend/naming.py says more."""
+    kinds = {_kind(tensor) for tensor in (*self.parameters(), *self.buffers())} or {"cpu"}
+    places = {destination(current.session().places, node, device, kind) for kind in kinds}
+    if len(places) > 1:
+        raise ValueError(
+            f"dist_send: tensors of this {type(self).__name__} are on {' and '.join(sorted(kinds))}; device= names one "
+            "for all"
+        )
+    return self.to(places.pop().device, non_blocking=non_blocking)

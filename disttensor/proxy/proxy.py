@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from ..session.node_context import current_node
+from ..session.node_context import destination
 from ..session.places import Place
 from .meta import Handle, contiguous, make_proxies_of
 from .numpy_operands import computed
@@ -103,20 +103,20 @@ class DistributedTensor(torch.Tensor, metaclass=_Kind):
         target = place.session.places.at(place.node, device)
         return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
 
-    def dist_send(self, node: int | None = None, device: int | str | torch.device | None = None) -> DistributedTensor:
+    def dist_send(
+        self, node: Any = None, device: int | str | torch.device | None = None, non_blocking: bool = False
+    ) -> DistributedTensor:
         """Returns a copy on a node (the current one by default), on the same kind of device unless ``device`` names
         one.
 
-        Returns at once; the bytes go directly between the two nodes. The copy is differentiable; a tensor that is there
-        already is returned itself. Raises ValueError for a node that does not exist, RuntimeError for a device that it
-        does not have, NodeLost.
+        ``node`` is a number, or what ``to`` takes ("node:1", a device of type node) or a mesh, which is the place then;
+        so is such a ``device``. Returns at once, whatever ``non_blocking`` says; the bytes go directly between the two
+        nodes. The copy is differentiable; a tensor that is there already is returned itself. Raises ValueError for a
+        node that does not exist, or two places, RuntimeError for a device that it does not have, NodeLost.
         """
         place = self._place
-        target = place.session.places.at(
-            current_node() if node is None else node,
-            ("cuda" if place.is_cuda() else "cpu") if device is None else device,
-        )
-        return self.to(target.device)  # type: ignore[return-value]
+        target = destination(place.session.places, node, device, "cuda" if place.is_cuda() else "cpu")
+        return self.to(target.device, non_blocking=non_blocking)  # type: ignore[return-value]
 
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """Makes a tensor as ``torch.Tensor.new``, on this tensor's own device. (Torch would take the current

@@ -12,9 +12,10 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .. import torch_patches
+from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import DisttensorError
 from . import current
-from .places import MeshPlace
+from .places import MeshPlace, Place, Places
 from .places import current_node as _current
 
 #: Whether a block or ``set_device`` has made the current node that: torch itself exchanges devices, too.
@@ -55,10 +56,31 @@ class node:
 
 def target(k: Any) -> int | MeshPlace:
     """Returns what a node's number, a device or a mesh means as the current place. Raises as ``node``."""
+    return current.session().places.current(_device_of(k))
+
+
+def _device_of(k: Any) -> Any:
+    """Returns the device of a mesh; anything else as it is."""
     place = None if isinstance(k, torch.Tensor) else getattr(k, "_place", None)  # a mesh has one, and so have tensors
-    if isinstance(place, MeshPlace):
-        k = place.device
-    return current.session().places.current(k)
+    return place.device if isinstance(place, MeshPlace) else k
+
+
+def destination(places: Places, node: Any, device: str | int | torch.device | None, kind: str) -> Place:
+    """Returns the place that the arguments of ``dist_send`` name.
+
+    A text such as "node:1", a device of type node and a mesh name a place as for ``to``, in either argument. A number
+    is a node's, and what is sent stays on its ``kind`` of device unless ``device`` names one. Raises as
+    ``Tensor.dist_send``.
+    """
+    node = _device_of(node)
+    if isinstance(device, str | torch.device) and torch.device(device).type == "node":
+        place = places.named(device)
+        if node is not None and destination(places, node, None, "cpu").ranks != place.ranks:
+            raise ValueError(f"dist_send(node={shown(node)}, device={shown(device)}): these are two places; name one")
+        return place
+    if device is None and isinstance(node, str | torch.device):
+        return places.named(node)
+    return places.at(current_node() if node is None else node, kind if device is None else device)
 
 
 def use(place: int | MeshPlace, chosen: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""The name of the device "node", its module ``torch.node``, and ``Tensor.dist_send``, which torch has before init.
+"""The name of the device "node", its module ``torch.node``, and ``dist_send`` of tensors and modules, which torch has
+before init.
 
 This module imports torch and nothing else of the front end, because it may run in the middle of the front end's import.
 ``torch.node``'s own module is loaded at the first use of an attribute.
@@ -72,22 +73,48 @@ def _there() -> ModuleType:
     return device_module
 
 
-def _dist_send(self: torch.Tensor, node: int | None = None, device: int | str | torch.device | None = None) -> Any:
+def _dist_send(
+    self: torch.Tensor, node: Any = None, device: int | str | torch.device | None = None, non_blocking: bool = False
+) -> Any:
     """Returns a local tensor's copy on a node (the current one by default), with the tensor's shape and dtype.
 
-    The copy is on the same kind of device: a CPU tensor stays on a CPU unless ``device`` says else. It is
-    differentiable. Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads
-    are on their way. Raises ValueError for a node that doesn't exist, RuntimeError for a device that it doesn't have,
-    NodeLost, DisttensorError without a session.
+    ``node`` is a node's number: the copy is on the same kind of device, so a CPU tensor stays on a CPU unless
+    ``device`` ("cpu", "cuda:1", 1, -1) says else. A text such as "node:1", a device of type node or a mesh, in the
+    place of either, is the place itself, as for ``to``. The copy is differentiable.
+
+    Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads are on their
+    way; with ``non_blocking=True`` at once, and the tensor is read later. Raises ValueError for a node that doesn't
+    exist, or two places, RuntimeError for a device that it doesn't have, TypeError for what is no node, NodeLost,
+    DisttensorError without a session.
     """
     from ..proxy.factories import dist_send
 
-    return dist_send(self, node, device)
+    return dist_send(self, node, device, non_blocking)
 
 
 def dist_send(original: object) -> Callable[..., Any]:
     """Returns ``Tensor.dist_send``, which torch does not have."""
     return _dist_send
+
+
+def _send_module(
+    self: torch.nn.Module, node: Any = None, device: int | str | torch.device | None = None, non_blocking: bool = False
+) -> torch.nn.Module:
+    """Moves a module's parameters and buffers to a node (the current one by default), and returns the module.
+
+    It is ``to`` with the arguments of ``Tensor.dist_send``, and goes where such a tensor goes. Parameters stay the
+    objects that they are, so that optimizers that have them need not be told. Returns as ``to`` does: when the
+    module's tensors may be changed. Raises as ``Tensor.dist_send``, and ValueError for a module on several kinds of
+    devices.
+    """
+    from ..proxy.factories import send_module
+
+    return send_module(self, node, device, non_blocking)
+
+
+def module_dist_send(original: object) -> Callable[..., torch.nn.Module]:
+    """Returns ``Module.dist_send``, which torch does not have."""
+    return _send_module
 
 
 def refuse_another(original: object) -> Callable[[str], NoReturn]:

@@ -50,6 +50,10 @@ PATCHES: tuple[Patch, ...] = (
         "local tensors go to nodes as proxies do: x.dist_send(1)", "nothing: this is a method more", adds=True,
     ),
     Patch(
+        "torch.nn.Module.dist_send", "torch_backend.naming:module_dist_send", IMPORT,
+        "modules go to nodes by their tensors' word: net.dist_send(1)", "nothing: this is a method more", adds=True,
+    ),
+    Patch(
         "torch._C._accelerator_getAccelerator", f"{_LOCAL}:get_accelerator", IMPORT,
         "torch takes the one out-of-tree backend for the accelerator, before CUDA even; local programs mean their own",
         _ONE_ACCELERATOR,

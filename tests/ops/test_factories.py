@@ -406,6 +406,90 @@ def test_dist_send() -> None:
     same(x.dist_send(1), local)
 
 
+PLACES = {
+    "a text": ("node:1", None, (1, 0)),
+    "a device": (torch.device("node", 1), None, (1, 0)),
+    "a text for the device": (None, "node:1", (1, 0)),
+    "a device for the device": (None, torch.device("node", 1), (1, 0)),
+    "both": (1, "node:1", (1, 0)),
+    "both, as texts": ("node:1", "node:1", (1, 0)),
+    "a text, and a device there": ("node:1", "cpu", (1, -1)),
+    "the current one": ("node", None, (2, 0)),
+}
+
+
+@pytest.mark.parametrize("of", ["local", "remote", "module"])
+@pytest.mark.parametrize("name", PLACES)
+def test_places_of_dist_send(name: str, of: str) -> None:
+    """What names a place for `to` names it here: then the device is the node's default one."""
+    node, device, there = PLACES[name]
+    sent = {"local": torch.ones(3), "remote": torch.ones(3).to("node:0"), "module": torch.nn.Linear(2, 2)}[of]
+    with dt.node(2):
+        done = sent.dist_send(node, device=device)
+    assert placed(done.weight if of == "module" else done) == there
+
+
+def test_two_places_of_dist_send() -> None:
+    for sent in (torch.ones(3), torch.ones(3).to("node:0"), torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=r"node=0, device='node:1'\).* two places"):
+            sent.dist_send(0, device="node:1")
+        with pytest.raises(TypeError, match="a node is an integer or a text such as 'node:1', not 'nowhere'"):
+            sent.dist_send("nowhere")
+        with pytest.raises(ValueError, match="a node is an integer or a text such as 'node:1', not 'cpu'"):
+            sent.dist_send("cpu")
+        with pytest.raises(ValueError, match="node 3 does not exist"):
+            sent.dist_send(3)
+        with pytest.raises(RuntimeError, match="node 1 has no device cuda:9"):
+            sent.dist_send(1, device="cuda:9")
+
+
+def test_dist_send_of_a_module() -> None:
+    """A local program is one on a node by this word alone: the optimizer has the parameters that it had."""
+
+    def trained(send: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        before = list(net.parameters())
+        x, y = torch.randn(16, 4), torch.randn(16, 1)
+        if send:
+            assert net.dist_send() is net
+            x, y = x.dist_send(), y.dist_send()
+            assert {placed(t) for t in (*net.parameters(), *net.buffers(), x, y)} == {(0, -1)}
+        assert all(p is q for p, q in zip(net.parameters(), before, strict=True))
+        losses = []
+        for _ in range(3):
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    assert trained(True) == trained(False)
+    net = torch.nn.Linear(2, 2)
+    with dt.node(1):
+        assert placed(net.dist_send().weight) == (1, -1)
+    assert placed(net.dist_send(2, device="cuda:1").bias) == (2, 1)
+    assert placed(net.dist_send(0).bias) == (0, 0)  # on the same kind of device
+    assert torch.nn.ReLU().dist_send(1).dist_send("node:0").inplace is False
+    net.bias.data = net.bias.data.to(dt.device(0, "cpu"))
+    with pytest.raises(ValueError, match="tensors of this Linear are on cpu and cuda; device= names one for all"):
+        net.dist_send(1)
+    assert {placed(t) for t in net.dist_send(1, device="cpu").parameters()} == {(1, -1)}
+
+
+def test_dist_send_to_a_mesh() -> None:
+    mesh = dt.mesh(dp=2, nodes=[1, 2])
+    net = torch.nn.Linear(2, 2)
+    expected = net.weight.detach().clone()
+    for place in (mesh, mesh.device, str(mesh.device)):
+        assert net.dist_send(place).weight.device == torch.ones(3).dist_send(place).device == mesh.device
+        assert [x.get_node() for x in net.weight.shards()] == [1, 2]
+    same(net.weight.at(dp=1), expected.requires_grad_())
+    mesh.close()
+
+
 def test_cuda_and_cpu() -> None:
     x = torch.randn(3).to(dt.device(1, "cpu"))
     assert placed(x.cuda()) == (1, 0)

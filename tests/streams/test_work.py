@@ -307,10 +307,18 @@ def test_what_is_dropped_is_freed_when_it_has_come(callback: bool, tmp_path: Pat
 
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "to": lambda x: x.to("node:1", non_blocking=True),
+    "dist_send": lambda x: x.dist_send("node:1", non_blocking=True),
+    "dist_send of a module": lambda x: _holding(x).dist_send("node:1", non_blocking=True).x,
     "to another dtype": lambda x: x.to("node:1", torch.float64, non_blocking=True),
     "copy_": lambda x: torch.empty(x.shape, device="node:1").copy_(x, non_blocking=True),
     "copy_ into a view": lambda x: torch.zeros(2, x.numel(), device="node:1")[1].copy_(x, non_blocking=True),
 }
+
+
+def _holding(x: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("x", x)
+    return module
 
 
 @pytest.mark.parametrize("way", WAYS)
