@@ -241,6 +241,37 @@ def test_options():
         dt.all_reduce(xs, algorithm="rings")
 
 
+IN_BFLOAT16 = {
+    "all_reduce": lambda xs, **how: dt.all_reduce(xs, **how) or xs,
+    "reduce": lambda xs, **how: dt.collectives.reduce(xs, 2, **how) or xs[2:3],
+    "reduce_scatter": lambda xs, **how: (
+        dt.reduce_scatter(outs := [torch.empty_like(x[:1024]) for x in xs], [list(x.split(1024)) for x in xs], **how)
+        or outs
+    ),
+}
+
+
+@pytest.mark.row("S10")
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_what_travels_as_bfloat16_is_half_as_long(name):
+    """It is rounded on its way, and comes as what it was."""
+    reduced, sent = IN_BFLOAT16[name], []
+    for how in ({}, {"transport": torch.bfloat16}):
+        local, xs = on_nodes(lambda k: random(k, 4096))
+        dt.synchronize()
+        dt.channels.reset_stats()
+        found = reduced(xs, **how)
+        dt.synchronize()
+        sent.append(sum(row.sent.bytes for row in dt.channels.stats()))
+        values = torch.stack([x.cpu() for x in found])
+        wanted = sum(local).view(len(found), -1) if name == "reduce_scatter" else sum(local).expand(len(found), -1)
+        torch.testing.assert_close(values, wanted, **({"atol": 0.1, "rtol": 0.02} if how else {}))
+        assert torch.equal(values, values.bfloat16().float()) == bool(how)
+        if name == "all_reduce":
+            assert all(torch.equal(value, values[0]) for value in values)
+    assert sent[0] == 2 * sent[1] > 0
+
+
 #: What each reduction of torch.distributed makes of the values of these four nodes.
 REDUCED = {"SUM": 31, "PRODUCT": 3360, "MIN": 6, "MAX": 10, "BAND": 0, "BOR": 15, "BXOR": 3, "AVG": 7.75}
 

@@ -44,6 +44,11 @@ def test_a_queue_of_work(tmp_path: Path) -> None:
     prints_what_it_says(IPC / "workqueue.py", tmp_path)
 
 
+@pytest.mark.row("S20")
+def test_producers_and_consumers(tmp_path: Path) -> None:
+    prints_what_it_says(IPC / "producers_consumers.py", tmp_path)
+
+
 @pytest.mark.row("I37")
 def test_a_benchmark_whose_sums_are_compared(tmp_path: Path) -> None:
     """Up to 32 KiB go through pages that all can read, 256 KiB do not."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import re
 import socket
 import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import rows
 import torch
+import torch.nn.functional as F
 from checkout import ROOT
 from equal import same
 from marks import Proof, marked, unseen
 from processes import alive_after
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from variants import variants
 
 import disttensor as dt
+from disttensor import testing
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -32,19 +39,24 @@ def test_the_page_is_that_of_the_marks() -> None:
 
 
 def test_every_row_is_there_once() -> None:
-    assert [row.id for row in rows.table()] == rows.EVERY
-    assert all(row.what for row in rows.table())
+    table = rows.table()
+    beyond = rows.said_beyond(table)
+    assert [row.id for row in table] == rows.EVERY + beyond
+    order = [(int(found[1]), found[2]) for found in map(rows.BEYOND.fullmatch, beyond) if found]
+    assert order == sorted(set(order))
+    assert all(row.what for row in table)
 
 
 def test_each_mark_is_of_a_row_and_is_seen() -> None:
-    assert [str(proof) for proof in marked("row") if not set(proof.rows) <= set(rows.EVERY)] == []
+    there = {row.id for row in rows.table()}
+    assert [str(proof) for proof in marked("row") if not set(proof.rows) <= there] == []
     assert unseen("row", Path(__file__)) == []
 
 
 def test_a_rows_mutant_turns_a_test_of_this_row_red() -> None:
     """And names rows that there are."""
     proofs = marked("row")
-    shown = {row: {proof.name for proof in proofs if row in proof.rows} for row in rows.EVERY}
+    shown = {row.id: {proof.name for proof in proofs if row.id in proof.rows} for row in rows.table()}
     vain = [(mutant.name, row) for mutant in rows.mutants() for row in mutant.rows if not mutant.red & shown[row]]
     assert vain == []
 
@@ -229,6 +241,155 @@ def test_default_levels_of_nodes_without_cuda() -> None:
     with dt.init_master_worker(nodes=2, launcher="inproc"):
         levels = dt.collectives.new_group([1, 0]).levels()
         assert {key: group.nodes for key, group in levels["cuda"].items()} == {(socket.gethostname(), False): (1, 0)}
+
+
+# ---- what the ancestors' pages say beyond the rows of any of them ----------------------------------------------------
+
+
+def fitted(step: Callable[[int], torch.Tensor], model: nn.Module, steps: int) -> list[torch.Tensor]:
+    """The losses of some steps of training, and the parameters afterwards."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for i in range(steps):
+        optimizer.zero_grad()
+        losses.append(step(i).detach())
+        optimizer.step()
+    return losses + [p.detach() for p in model.parameters()]
+
+
+def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12, msg=lambda text, i=i: f"{i}: {text}")
+
+
+def two_layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+
+
+@pytest.mark.row("S11")
+def test_a_pipeline_of_stages_that_are_data_and_tensor_parallel() -> None:
+    """Eight nodes, one mesh: a batch is cut along "dp", layers along "tp", and the stages lie along "pp"."""
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(4, 12, 6, dtype=torch.float64, generator=draw) for _ in range(2))
+    local = nn.Sequential(*(two_layers(k) for k in range(2)))
+
+    def local_step(i: int) -> torch.Tensor:
+        loss = F.mse_loss(local(x[i]), y[i])
+        loss.backward()
+        return loss
+
+    with dt.init_master_worker(nodes=8, launcher="inproc"):
+        mesh = dt.mesh(pp=2, dp=2, tp=2)
+        stages, places = [], [mesh.slice(pp=k) for k in range(2)]
+        for k, place in enumerate(places):
+            up, act, down = two_layers(k)
+            wide = dt.nn.ColumnParallelLinear.from_plain(up, place, gather_output=False)
+            stages.append(
+                nn.Sequential(wide, act, dt.nn.RowParallelLinear.from_plain(down, place, input_is_parallel=True))
+            )
+            assert [part.shape for part in stages[-1][0].weight.detach().shards()] == [(4, 6)] * 4
+        pipeline = dt.training.Pipeline(stages, places, microbatches=3)
+        with testing.MessageLog() as log:
+            found = fitted(lambda i: pipeline.step(x[i], y[i], F.mse_loss), pipeline, 4)
+        assert all(log[node].commands for node in range(8))
+        wanted = fitted(local_step, local, 4)
+        close(found[:4], wanted[:4])
+        state = {name: value.cpu() for name, value in pipeline.state_dict().items()}
+        close(list(state.values()), [p.detach() for p in local.parameters()])
+
+
+class AnyOrder(nn.Module):
+    """Layers that are used in another order each time, and not all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for i in order:
+            x = x + self.layers[i](x).tanh()
+        return x
+
+
+@pytest.mark.row("S14")
+@pytest.mark.parametrize("bucket_mb", [25, 4e-4])
+def test_layers_in_any_order_train_alike(bucket_mb: float) -> None:
+    """No rank has to agree with the others on an order: the script's is that of all. In one bucket, and in several."""
+    torch.manual_seed(0)
+    local = AnyOrder().double()
+    x, chance = torch.randn(5, 6, 5, dtype=torch.float64), random.Random(3)
+    orders = [chance.sample(range(6), k) for k in (6, 6, 6, 4, 5)]
+    assert len({order.index(0) < order.index(5) for order in orders[:3]}) == 2
+    with dt.init_master_worker(nodes=3, launcher="inproc"):
+        mesh = dt.mesh(dp=3)
+        model = dt.DataParallel(copy.deepcopy(local).to(mesh.device), mesh, bucket_mb=bucket_mb)
+
+        def step(net: nn.Module, i: int) -> torch.Tensor:
+            loss = net(x[i], orders[i]).square().mean()
+            loss.backward()
+            return dt.all_reduce(loss.detach(), "avg", over="dp") if net is model else loss
+
+        found = fitted(lambda i: step(model, i), model, 5)
+        for p in model.parameters():
+            first, *others = [part.cpu() for part in p.detach().shards()]
+            assert all(torch.equal(first, other) for other in others)
+        close(found, fitted(lambda i: step(local, i), local, 5))
+
+
+def calls_of(function: Callable[[], None]) -> int:
+    """The calls of disttensor's functions that a call costs this thread."""
+    calls = 0
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(dt.__path__[0])
+
+    sys.setprofile(called)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def training(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Ten steps."""
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def steps() -> None:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    steps()  # plans and templates exist
+    return steps
+
+
+def cost(nodes: int) -> tuple[set[tuple[str, ...]], int]:
+    """What ten steps of data-parallel training cost: the commands of each node, and the calls that issue them."""
+    with dt.init_master_worker(nodes=nodes, launcher="inproc"):
+        mesh = dt.mesh(dp=nodes)
+        model = dt.DataParallel(two_layers(0).to(mesh.device), mesh, bucket_mb=1e-4)
+        steps = training(model, dt.shard(torch.ones(2 * nodes, 6, dtype=torch.float64), mesh, dp=0))
+        with testing.MessageLog() as log:
+            calls = calls_of(steps)
+        assert (log.reports, log.questions) == (0, [])
+        return {tuple(name for name in log[k].commands if name != "Free") for k in range(nodes)}, calls
+
+
+@pytest.mark.row("S16", "S17")
+def test_what_a_step_costs_with_eight_times_the_nodes() -> None:
+    """Rates depend on the machine, and on what else runs there; what they are made of does not. Each node has the same
+    commands, however many there are, and no reply is waited for. The script does a little more for each node."""
+    (commands,), calls = cost(2)
+    (of_more,), more = cost(16)
+    assert len(commands) > 200
+    assert of_more == commands
+    assert more < 2 * calls
+    with dt.init_master_worker(nodes=2, launcher="inproc"):
+        one = calls_of(training(two_layers(0).to("node:1"), torch.ones(2, 6, dtype=torch.float64, device="node:1")))
+    assert 16 * one > 4 * more, "as many replicas one by one, even without collectives"
 
 
 @pytest.mark.row("I28", "I29", "I30")

@@ -21,12 +21,15 @@ TABLE = TESTS / "docs" / "rows.txt"
 #: How many rows each ancestor has.
 COUNTS = {"M": 26, "T": 58, "I": 39, "P": 11, "G": 17}
 EVERY = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
+#: What the ancestors' pages say beyond these: such rows are those that the table has, in order, some of them in parts.
+BEYOND = re.compile(r"S(\d+)([b-z]?)")
 
 HEAD = """\
 # Rows
 
 What the ancestors of disttensor had, row by row, and what shows that it works here: PyTorch's THD master-worker mode
-(M), TorchMPI (T), torch-ipc (I), distributed-training-patterns (P) and torch.distributed 1.0 (G).
+(M), TorchMPI (T), torch-ipc (I), distributed-training-patterns (P) and torch.distributed 1.0 (G); and what their pages
+and PyTorch's issue 241 say beyond the rows of any of them (S).
 
 `PYTHONPATH=tests/kit python tests/kit/rows.py` writes this page: of the tests that are marked
 `@pytest.mark.row("T4")`, of what each row is (tests/docs/rows.txt) and of the
@@ -64,6 +67,11 @@ class Row:
 
 def table() -> list[Row]:
     return [Row(*line.split(" | ")) for line in TABLE.read_text().splitlines()]
+
+
+def said_beyond(rows: list[Row]) -> list[str]:
+    """The rows of what the ancestors' pages say beyond the rows of any of them."""
+    return [row.id for row in rows if BEYOND.fullmatch(row.id)]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def check(folder: Path, hosts: str, *more: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.row("S19")
 def test_hosts_that_fit(tmp_path: Path) -> None:
     code, lines, errors = check(tmp_path, "a,b:2")
     assert (code, errors) == (0, ""), lines
@@ -69,6 +70,7 @@ def test_hosts_that_fit(tmp_path: Path) -> None:
         assert words[-1] == "ok"
 
 
+@pytest.mark.row("S19")
 def test_each_host_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     code, lines, errors = check(tmp_path, "a,old,bare,bad,walled")
     assert (code, errors) == (1, ""), lines

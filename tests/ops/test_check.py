@@ -30,6 +30,7 @@ def session() -> Iterator[None]:
 SOME = [info for info in module_db if zlib.crc32(info.name.encode()) % 8 == 1]
 
 
+@pytest.mark.row("S13")
 @pytest.mark.parametrize("info", SOME, ids=lambda info: info.name)
 def test_of_torchs_modules_it_says_what_happens_on_a_node(info: Any) -> None:
     inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=False)
@@ -146,6 +147,7 @@ BAD = [
 LINES = Path(__file__).read_text().splitlines()
 
 
+@pytest.mark.row("S13")
 @pytest.mark.parametrize(("bad", "kind", "what", "line", "times"), BAD, ids=lambda v: getattr(v, "__name__", None))
 def test_what_is_bad_is_found_at_its_line(bad: type[nn.Module], kind: str, what: str, line: str, times: int) -> None:
     report = dt.check(bad(), torch.ones(2, 4))
@@ -169,6 +171,7 @@ def test_what_is_bad_is_found_at_its_line(bad: type[nn.Module], kind: str, what:
     assert runs == report.ok
 
 
+@pytest.mark.row("S13")
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_good_has_no_findings(training: bool) -> None:
     model = nn.Sequential(
@@ -185,6 +188,7 @@ def test_what_is_good_has_no_findings(training: bool) -> None:
     assert dt.check(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.ones(2, 3, 8)).ok
 
 
+@pytest.mark.row("S13")
 def test_more_parameters_than_memory() -> None:
     model = nn.Linear(1000, 1000, device="meta")
     report = dt.check(model, torch.ones(1, 1000), memory=1 << 20)

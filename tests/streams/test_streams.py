@@ -64,6 +64,32 @@ def test_work_goes_on_beside_a_busy_stream() -> None:
     same(y, torch.arange(4.0) * 2)
 
 
+@pytest.mark.row("S8")
+def test_an_upload_a_download_and_both_kinds_of_computation_at_once() -> None:
+    """Each is done, or is under way, while the others are: what is asked is which, and not how long they take."""
+    device, cpu = dt.Stream(0), dt.Stream(0, "cpu")
+    results, there = torch.full((1 << 20,), 3.0, device="node:0"), torch.ones(4, device=dt.device(0, "cpu"))
+    batch = torch.full((1 << 20,), 7.0)
+    with busy(device) as device_goes_on, busy(cpu) as cpu_goes_on:
+        earlier = dt.fetch(results)
+        with dt.stream(device):
+            under_way = dt.fetch(results * 2)
+        with dt.stream(cpu):
+            counted = there + 1
+        uploaded = batch.to("node:0", non_blocking=True)
+        assert earlier.result().eq(3).all()
+        assert uploaded[-1].item() == 7
+        assert (batch @ batch).item() == 49 << 20  # and the script's own CPU
+        assert not device.query()
+        assert not under_way.is_completed()
+        assert not cpu.query()
+        cpu_goes_on()
+        assert counted.sum().item() == 8
+        assert not device.query()
+        device_goes_on()
+        assert under_way.result().eq(6).all()
+
+
 def test_using_a_tensor_waits_for_the_stream_that_makes_it() -> None:
     s, t = dt.Stream(0), dt.Stream(0)
     x = torch.arange(4.0, device="node:0")

@@ -124,6 +124,7 @@ def test_buckets_change_no_bits(options: dict[str, Any]) -> None:
         same(value, wanted, strides=False)
 
 
+@pytest.mark.row("S10")
 def test_a_transport_is_ddps_compression() -> None:
     """Gradients travel as bfloat16: on two ranks the bits of torch's own hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

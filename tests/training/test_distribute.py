@@ -429,7 +429,7 @@ def passes(told: str, waited: str) -> None:
 
 
 class Gated(Dataset[torch.Tensor]):
-    """A dataset whose last sample waits at a gate."""
+    """Samples, and the process that made each; the last one waits at a gate."""
 
     def __init__(self, paths: dict[str, str]) -> None:
         self.paths = paths
@@ -441,14 +441,19 @@ class Gated(Dataset[torch.Tensor]):
         if i == 5:
             passes(self.paths["reads"], self.paths["may"])
             Path(self.paths["has read"]).write_bytes(b".")
-        return torch.tensor(i)
+        return torch.tensor([i, os.getpid()])
 
 
-def test_a_node_reads_while_it_computes(gates: Gates) -> None:
-    """The last sample is being read before the node runs a function, and has been read before it returns."""
-    loader = distribute(Gated(gates.paths), 0, batch_size=1, at="node")
+@pytest.mark.row("S9")
+@pytest.mark.parametrize("workers", [None, 3])
+def test_a_node_reads_while_it_computes(gates: Gates, workers: int | None) -> None:
+    """Its workers have begun with the last sample before the node runs a function, and are done before it returns.
+
+    Nobody has asked for this sample, nor for the two before it.
+    """
+    loader = distribute(Gated(gates.paths), 0, batch_size=1, at="node", num_workers=workers)
     batches = iter(loader)
-    found = [next(batches).item() for _ in range(3)]
+    found = [next(batches)[0].tolist() for _ in range(3)]
     gates.wait("reads")
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(dt.run, passes, gates.paths["begun"], gates.paths["go"], node=0)
@@ -458,7 +463,11 @@ def test_a_node_reads_while_it_computes(gates: Gates) -> None:
         assert not work.done()
         gates.open("go")
         work.result()
-    assert [*found, *(x.item() for x in batches)] == [0, 1, 2, 3, 4, 5]
+    found += [x[0].tolist() for x in batches]
+    assert [i for i, _ in found] == [0, 1, 2, 3, 4, 5]
+    read_by = {pid for _, pid in found}
+    assert len(read_by) == (workers or 1)
+    assert not read_by & {os.getpid(), dt.nodes()[0]["pid"]}
 
 
 def test_on_streams_and_in_graphs() -> None:

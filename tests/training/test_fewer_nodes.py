@@ -87,21 +87,28 @@ class Job:
 
 
 def begun(nodes: list[int], form: str, path: Path) -> tuple[Job, Iterator[float], list[float], dict[str, Any]]:
-    """A job that has trained up to its checkpoint, in the middle of an epoch."""
+    """A job that has trained up to its checkpoint, in the middle of an epoch, of which no byte crosses the network."""
     job = Job(nodes, form)
     going = job.losses(EPOCHS)
     losses = [next(going) for _ in range(SAVED)]
+    dt.synchronize()
+    dt.channels.reset_stats()
     dt.checkpoint.save(job.state(), path)
+    assert dt.channels.stats() == (), "nodes write their parts themselves"
     return job, going, losses, job.loader.state_dict()
 
 
 def gone_on(nodes: list[int], form: str, path: Path, position: dict[str, Any]) -> list[float]:
     job = Job(nodes, form)
+    dt.synchronize()
+    dt.channels.reset_stats()
     dt.checkpoint.load(job.state(), path)
+    assert dt.channels.stats() == (), "nodes read their parts themselves"
     job.loader.load_state_dict(position)
     return list(job.losses(EPOCHS))
 
 
+@pytest.mark.row("S1")
 @pytest.mark.parametrize(("form", "first", "then"), [("whole", 3, 4), ("whole", 4, 1), ("sharded", 4, 3)])
 def test_another_number_of_nodes_at_the_same_global_batch(form: str, first: int, then: int, tmp_path: Path) -> None:
     _, going, losses, position = begun(list(range(first)), form, tmp_path / "run")

@@ -30,6 +30,7 @@ def names() -> list[str]:
 IMPORTED = {"Any", "Device", "Optional", "TYPE_CHECKING", "classproperty", "traceback"}
 
 
+@pytest.mark.row("S4")
 def test_each_name_is_there_or_has_a_reason() -> None:
     without = [name for name in names() if not hasattr(node, name) and name not in MISSING and name not in IMPORTED]
     assert without == []
@@ -39,6 +40,7 @@ def test_no_reason_is_for_what_is_there() -> None:
     assert [name for name in MISSING if hasattr(node, name)] == []
 
 
+@pytest.mark.row("S4")
 @pytest.mark.parametrize("name", MISSING)
 def test_the_reason_is_told(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'torch.node' has no attribute '{name}': ") as told:
@@ -48,6 +50,7 @@ def test_the_reason_is_told(name: str) -> None:
         assert hasattr(node, written), written
 
 
+@pytest.mark.row("S4")
 def test_signatures_take_what_torch_cuda_takes() -> None:
     """Functions of both have torch.cuda's parameters, with defaults where it has some."""
     for name in names():
