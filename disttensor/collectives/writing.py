@@ -7,7 +7,6 @@ views handles that have no ref (``Busy``): whatever uses one asks for it (``mate
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from ..futures.work import Work
-from ..proxy.meta import Busy, Handle, Lazy, Meta, Shared, minted_refs
+from ..proxy.meta import Busy, Handle, Lazy, Meta, Shared, live_proxies, minted_refs
 from ..proxy.proxy import DistributedTensor
 from ..runtime.master.failures import Site, line_of
 from ..runtime.protocol.errors import DisttensorError
@@ -75,7 +74,7 @@ def guard(written: Sequence[Any], work: Work, site: Site | None) -> Writing | No
     if not shared:
         return None
     writing = Writing(work, site)
-    names = [(each, set(_names(each))) for each in _proxies()]
+    names = [(each, set(_names(each))) for each in _used()]
     mine = {id(tensor._h) for tensor in written}
     for tensor in shared:
         for view in _relatives(tensor, names):
@@ -84,9 +83,9 @@ def guard(written: Sequence[Any], work: Work, site: Site | None) -> Writing | No
     return writing
 
 
-def _proxies() -> list[Any]:
+def _used() -> list[Any]:
     """Returns the script's remote tensors."""
-    return [each for each in gc.get_objects() if type(each) is DistributedTensor and "_h" in each.__dict__]
+    return [each for each in live_proxies() if "_h" in each.__dict__]
 
 
 #: The number of refs that were minted when it was last looked for tensors that have views, and their ids then.
@@ -107,7 +106,7 @@ def _is_shared(tensor: Any) -> bool:
         return False
     minted = minted_refs()
     if _with_views[0] != minted:
-        bases = (each._base for each in _proxies())
+        bases = (each._base for each in _used())
         _with_views = minted, frozenset(id(base) for base in bases if base is not None)
     return id(tensor) in _with_views[1]
 

@@ -123,10 +123,19 @@ def _make_large(make: Callable[[], Any], queue: CommandQueue) -> Any:
     return tensor
 
 
+def live_proxies() -> list[Any]:
+    """Returns the proxies that there are.
+
+    Those are asked for that refer to their class, and not all objects: among them are tuples that another thread has
+    half made, and CPython refuses to go on with one that is referred to meanwhile (SystemError at ``tuple(...)``).
+    """
+    return [each for each in gc.get_referrers(_proxies[0]) if type(each) is _proxies[0]]
+
+
 def lines_of(refs: Collection[int]) -> dict[int, Site]:
     """Returns the lines that made those of these remote tensors which are large, and of which there are proxies."""
     found: dict[int, tuple[int, Site]] = {}
-    for tensor in [each for each in gc.get_objects() if type(each) is _proxies[0]]:
+    for tensor in live_proxies():
         attributes = tensor.__dict__
         handle, made = attributes.get("_h"), attributes.get("_made")
         while isinstance(handle, Shared) or (isinstance(handle, Lazy) and not handle.ref):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -172,8 +174,8 @@ def test_gradients_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> No
     used = grads[5][:1]
     (used + 1).sum()
     looks: list[int] = []
-    everything = gc.get_objects
-    monkeypatch.setattr(gc, "get_objects", lambda: looks.append(1) or everything())
+    there = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda cls: looks.append(1) or there(cls))
     works = [all_reduce_(grad, "avg", over="dp", async_op=True) for grad in grads]
     assert len(looks) == 2  # whose gradients have views, and which these are
     with pytest.raises(RuntimeError, match=REFUSED):
@@ -181,3 +183,30 @@ def test_gradients_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> No
     for work in works:
         work.wait()
     assert torch.equal(used.at(dp=0).cpu(), grads[5].at(dp=0).cpu()[:1])
+
+
+def test_what_other_threads_are_making_is_left_alone() -> None:
+    """CPython refuses to go on with a tuple that somebody has found among all objects before it was complete."""
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def make() -> None:
+        try:
+            while not over.is_set():
+                tuple(number for number in range(40))
+        except SystemError as error:
+            errors.append(error)
+
+    whole, begin = on_mesh()
+    row, interval = whole[0], sys.getswitchinterval()
+    thread = threading.Thread(target=make)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(20):
+            begin(row).wait()
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
