@@ -28,17 +28,24 @@ def make_room(place: Place) -> None:
 
 
 def ask(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, length: int | None = None
+    entry: Entry,
+    args: Any,
+    kwargs: Any,
+    place: Place,
+    call: list[Any],
+    out: int,
+    length: int | None = None,
+    warned: bool = False,
 ) -> tuple[Any, Any]:
     """Runs the operation on the node, waits for its outputs' geometry, and returns (proxies, their metas).
 
-    ``length``: that of the list which it returns, where it is known.
+    ``length``: that of the list which it returns, where it is known. ``warned``: the script warns of such calls.
     """
     returns = entry.op._schema.returns
     listed = any(str(r.type) != "Tensor" for r in returns)
     count = len(returns) if not listed else length or meta_inference.list_length(entry.name, args)
     refs = [out, *(new_ref() for _ in range(1, count))]
-    metas = _geometries(entry, args, kwargs, place, call, refs)
+    metas = _geometries(entry, args, kwargs, place, call, refs, warned)
     proxies = [None if meta is None else proxy(Handle(ref, meta)) for ref, meta in zip(refs, metas, strict=True)]
     if listed:
         return proxies, metas
@@ -50,9 +57,10 @@ Reshaped = tuple[tuple[int | str, Meta], ...]
 
 
 def ask_written(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, warned: bool = False
 ) -> tuple[Any, Reshaped | None]:
     """Runs an operation that writes its arguments, waits, and has each ``out=`` know the geometry that it has then.
+    ``warned``: the script warns of such calls.
 
     Returns what the operator returns, and which arguments have another geometry: None where these are in a list.
     """
@@ -68,7 +76,7 @@ def ask_written(
         holes = [*holes_of(entry.specs(args, kwargs, DistributedTensor, place.name))]
         call = [moved.get(v, v) if hole else v for v, hole in zip(call, holes, strict=True)]
     refs = [out, *(new_ref() for _ in targets[1:])]
-    metas = _geometries(entry, args, kwargs, place, call, refs)
+    metas = _geometries(entry, args, kwargs, place, call, refs, warned)
     reshaped: list[tuple[int | str, Meta]] = []
     for (where, target), ref, meta in zip(targets, refs, metas, strict=True):
         assert meta is not None
@@ -93,7 +101,7 @@ def _alias(tensor: DistributedTensor, place: Place) -> Handle:
 
 
 def _geometries(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], refs: list[int]
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], refs: list[int], warned: bool
 ) -> list[Meta | None]:
     """Runs the operation on the node, with ``refs`` for its results, and returns their metas."""
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
@@ -102,8 +110,9 @@ def _geometries(
     template = place.define(entry.name, *specs, len(refs), site)
     call = [*call, *(refs[0] - r for r in refs[1:])]
     place.outbox.free_dead()  # what is asked for may be large
+    one = c.Call(template, refs[0], tuple(call))
     try:
-        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, c.Call(template, refs[0], tuple(call))), site)
+        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, one, warned), site)
     except BaseException as e:
         place.dead.extend(refs)  # nodes may have made them: of a mesh those that have not failed
         if not isinstance(e, RanksDiffer):

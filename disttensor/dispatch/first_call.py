@@ -16,7 +16,7 @@ from . import meta_inference, trial
 from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .inplace_and_multi import may_share
-from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WARNS, WRITTEN, Entry, Plan
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -164,44 +164,70 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         reshaped = _reshaped(entry, args, kwargs, fresh)
         believed = lie is None or entry.right.get(lie)
         asked = entry.out and not recorded and (not known or reshaped or not believed)
-        doubt = None if asked or reshaped else _doubt(entry, args, kwargs, place, None)
-        if asked or doubt is not None:
-            plan, result = _written(entry, args, kwargs, place, call, out, site)
+        doubt, warned = _try(entry, args, kwargs, place, None)
+        if asked or (doubt is not None and not reshaped):
+            each = _warn_now(entry, args, kwargs, warned)
+            plan, result = _written(entry, args, kwargs, place, call, out, site, warned is not None)
             right = known and plan is not None and plan.shapes == reshaped
             if lie is not None and lie not in entry.right:
                 entry.store(entry.right, lie, right)
-            if doubt is not None and right:
+            if doubt is not None and not (asked or reshaped) and right:
                 entry.store(entry.right, doubt, True)
-            return plan, result
-        return _writing(entry, args, kwargs, place, reshaped, site)
+            return plan if plan is None else _warning(plan, warned, each), result
+        each = warned is not None and trial.warns_again(entry.op, args, kwargs, warned)
+        return _warning(_writing(entry, args, kwargs, place, reshaped, site), warned, each, first=True)
     for t in tree_leaves(result):
         if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
             refuse_layout(entry.name, layout_of(t))
     # not all results are tensors: attention returns sizes, too
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)
+    doubt, warned = _try(entry, args, kwargs, place, metas)
     if lie is not None and entry.right.get(lie) is not True:
-        plan, result = _asked(entry, args, kwargs, place, call, out, site)
+        each = _warn_now(entry, args, kwargs, warned)
+        plan, result = _asked(entry, args, kwargs, place, call, out, site, None, warned is not None)
         if lie not in entry.right:
             entry.store(entry.right, lie, plan is not None and plan.shapes == metas)
-        return plan, result
-    doubt = _doubt(entry, args, kwargs, place, metas) if lie is None else None
-    if doubt is not None:
+        return plan if plan is None else _warning(plan, warned, each), result
+    if doubt is not None and lie is None:
+        each = _warn_now(entry, args, kwargs, warned)
         length = len(metas) if isinstance(metas, list) else None
-        plan, result = _asked(entry, args, kwargs, place, call, out, site, length)
+        plan, result = _asked(entry, args, kwargs, place, call, out, site, length, warned is not None)
         if plan is not None and plan.shapes == metas:
             entry.store(entry.right, doubt, True)
-        return plan, result
-    return _finish(entry, args, kwargs, place, metas, site)
+        return plan if plan is None else _warning(plan, warned, each), result
+    each = warned is not None and trial.warns_again(entry.op, args, kwargs, warned)
+    return _warning(_finish(entry, args, kwargs, place, metas, site), warned, each, first=True)
 
 
-def _doubt(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> Any:
-    """Returns a key of ``entry.right`` if the node is to be asked what it does, because a trial here is not sure of it;
-    else None. Where a node has done such a call as the meta kernel says, others of the same dtypes are not tried."""
+def _warn_now(entry: Entry, args: Any, kwargs: Any, warned: int | None) -> bool:
+    """Warns of a call if a trial has, before the node is asked to do it. Returns whether it warns each time."""
+    if warned is None:
+        return False
+    each = trial.warns_again(entry.op, args, kwargs, warned)
+    trial.warn(entry.op, args, kwargs, warned, each)
+    return each
+
+
+def _warning(plan: Plan, warned: int | None, each: bool, first: bool = False) -> Plan:
+    """Returns a plan whose calls are warned of where a trial has warned: each of them, or, where that is once in a
+    process, the ``first``, which is still to come."""
+    if warned is not None and (each or first):
+        plan.values, plan.kind = (plan.kind, each, warned), WARNS
+    return plan
+
+
+def _try(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> tuple[Any, int | None]:
+    """Tries a call here. Returns a key of ``entry.right`` if the node is to be asked what it does, because the trial is
+    not sure of it, else None; and of a kernel that has warned the value with which it has, else None.
+
+    Where a node has done such a call as the meta kernel says, others of the same dtypes are not doubted.
+    """
     if not entry.tried or route.get().recorder is not None:
-        return None
+        return None, None
     leaves = tree_leaves((args, kwargs))
     key = ("tried", place.is_cuda(), *(v.dtype if isinstance(v, torch.Tensor) else type(v) for v in leaves))
-    return key if key not in entry.right and trial.is_doubtful(entry.op, args, kwargs, taken) else None
+    found = trial.tried(entry.op, args, kwargs, taken)
+    return key if found.doubtful and key not in entry.right else None, found.warned
 
 
 def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
@@ -271,11 +297,11 @@ def _writing(entry: Entry, args: Any, kwargs: Any, place: Place, reshaped: Resha
 
 
 def _written(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any
+    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any, warned: bool = False
 ) -> tuple[Plan | None, Any]:
     """Has the node run an operation that writes its arguments, and returns the plan for the next call (None where the
     node has to be asked again) and the result."""
-    result, reshaped = ask_written(entry, args, kwargs, place, call, out)
+    result, reshaped = ask_written(entry, args, kwargs, place, call, out, warned)
     return None if reshaped is None else _writing(entry, args, kwargs, place, reshaped, site), result
 
 
@@ -288,10 +314,11 @@ def _asked(
     out: int,
     site: Any,
     length: int | None = None,
+    warned: bool = False,
 ) -> tuple[Plan | None, Any]:
     """Asks the node, and returns the plan for the next call (None for an operator whose shapes may depend on the data)
     and the result."""
-    result, metas = ask(entry, args, kwargs, place, call, out, length)
+    result, metas = ask(entry, args, kwargs, place, call, out, length, warned)
     return _finish(entry, args, kwargs, place, metas, site) if entry.torchs else None, result
 
 

@@ -15,7 +15,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from . import trial
 from .call_site import here
-from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan, holes_of
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WARNS, WRITTEN, Entry, Plan, holes_of
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 #: The most bytes in a first call of a tensor, and more for each of its dims.
@@ -90,17 +90,15 @@ def _root(tensor: Any) -> Handle:
 def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
     """Issues a new plan's first call, in which the node compares the geometry of its results with the plan's."""
     written: list[Meta] = []
-    after = dict(plan.shapes) if plan.kind == RESHAPED else {}
+    warns = plan.kind == WARNS
+    kind = plan.values[0] if warns else plan.kind
+    after = dict(plan.shapes) if kind == RESHAPED else {}
     for where in entry.writes:
         value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
         found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         written += [after.get(where, v._h.meta) for v in found]
-    made = (
-        []
-        if plan.kind in (WRITTEN, SHARING, RESHAPED)
-        else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
-    )
-    make = checked(made, written)
+    made = [] if kind in (WRITTEN, SHARING, RESHAPED) else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
+    make = checked(made, written, warns)
     if plan.kind != ONE:
         return rare(entry, plan, args, kwargs, call, out, make)
     box = plan.place.outbox
@@ -112,15 +110,18 @@ def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
-def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
+def checked(made: Sequence[Meta], written: Sequence[Meta] = (), warned: bool = False) -> Make:
     """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write; of plain
-    ones for so many tensors that their geometry may not fit into a message: those are not compared."""
+    ones for so many tensors that their geometry may not fit into a message: those are not compared.
+
+    ``warned``: the script has warned of what the kernel warns of.
+    """
     if sum(_DESCRIBED + _PER_DIM * len(m.shape) for m in (*made, *written)) > codec.MAX_MESSAGE // 2:
         return c.Call
     kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
     gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)
     described = tuple(expected(m.shape, m.stride, m.offset, m.dtype, m.bits) for m in kinds)
-    return lambda template, out, args: c.First(template, out, args, described, gives, keeps)
+    return lambda template, out, args: c.First(template, out, args, described, gives, keeps, warned)
 
 
 def rare(
@@ -135,7 +136,14 @@ def rare(
     """Issues a call that returns several tensors, or writes some: the kinds that `dispatch` does not issue itself."""
     box, session = plan.place.outbox, plan.place.session
     site = here()
-    if plan.kind == MANY:
+    kind = plan.kind
+    if kind == WARNS:
+        if plan.new and make is c.Call:  # the node was asked before, and does not know that it need not warn
+            plan.new = False
+            return first(entry, plan, args, kwargs, call, out)
+        plan.new = False
+        kind = _warn(entry, plan, args, kwargs)
+    if kind == MANY:
         handles: list[Handle] = []
 
         def one(meta: Any) -> Any:
@@ -161,9 +169,9 @@ def rare(
         for target in targets:
             if type(target) is DistributedTensor and type(target._h) is Shared:
                 check_write(target)
-        if plan.kind == SHARING:
+        if kind == SHARING:
             check_overlap(entry, plan, args, kwargs)
-        if plan.kind == RESHAPED:
+        if kind == RESHAPED:
             _reshape(entry, plan, args, kwargs, call, out, site, make)
         else:
             commands = box.commands
@@ -172,6 +180,15 @@ def rare(
     if len(box.commands) >= box.limit:
         session.flush(box)
     return result
+
+
+def _warn(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Warns of a call, and returns the kind that its plan has otherwise; one tensor is issued as several are."""
+    kind, each, value = plan.values
+    trial.warn(entry.op, args, kwargs, value, each)
+    if not each:
+        plan.kind = kind
+    return MANY if kind == ONE else int(kind)
 
 
 def _reshape(

@@ -251,9 +251,10 @@ class Plan:
         self, kind: int, place: Place, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
     ) -> None:
         self.kind = kind
-        #: for a VIEW: no node has compared its geometry yet
+        #: for a VIEW: no node has compared its geometry yet. For WARNS: no node has been told that the script warns
         self.new = True
-        #: for a VIEW: the numbers among its arguments, which go into the call (its key has them all)
+        #: for a VIEW: the numbers among its arguments, which go into the call (its key has them all). For WARNS: its
+        #: kind otherwise, whether it warns each time, and the value that operands have in a trial
         self.values: tuple[Any, ...] = ()
         #: for SHARING: the errors of operands that overlap, by which of them lie in the same memory
         self.refusals: dict[tuple[int, ...], RuntimeError | None] = {}
@@ -284,3 +285,4 @@ MANY = 2  #: several new tensors
 RESHAPED = 3  #: an argument was written and has another geometry now
 VIEW = 4  #: one alias; costs no command until it is used
 SHARING = 5  #: as WRITTEN, but other operands may lie in the same memory
+WARNS = 6  #: one of the others (``values`` has it), of which the script warns first

@@ -7,9 +7,12 @@ trial takes is issued as ever. So the values that it has (zeros) and what this C
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -17,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..proxy.meta import Meta, contiguous, set_bits
 from ..proxy.proxy import DistributedTensor
+from ..runtime.process.heard import heard
 
 #: The elements, at most, of operands and results that a trial has as they are; larger ones have smaller sizes in it.
 _SMALL = 1 << 10
@@ -34,6 +38,7 @@ _UNTRIED = (
 #: The bytes, at most, of memory in which operands are laid that overlap.
 _LARGE = 1 << 28
 _generator = torch.Generator("cpu")
+_always = threading.Lock()
 
 
 def can_be_tried(op: OpOverload) -> bool:
@@ -49,33 +54,65 @@ def _takes_generator(op: OpOverload) -> bool:
     return any(a.name == "generator" for a in op._schema.arguments)
 
 
-def is_doubtful(op: OpOverload, args: Any, kwargs: Any, taken: Any) -> bool:
-    """Returns whether the CPU's kernel refuses a call that the meta kernel has taken, or gives another geometry.
+class Found(NamedTuple):
+    """What a trial has found."""
+
+    #: whether the CPU's kernel refuses a call that the meta kernel has taken, or gives another geometry
+    doubtful: bool
+    #: the value of the operands with which it has warned; None if it has not, or if that may be for other sizes
+    warned: int | None = None
+
+
+def tried(op: OpOverload, args: Any, kwargs: Any, taken: Any) -> Found:
+    """Tries a call that the meta kernel has taken.
 
     ``taken``: the metas of its results; None for an operator that writes its arguments.
     """
     metas = [t._h.meta for t in tree_leaves((args, kwargs)) if isinstance(t, DistributedTensor)]
     results = [m for m in tree_leaves(taken) if isinstance(m, Meta)]
     if not metas:
-        return False
+        return Found(False)
     small = sum(m.numel for m in metas) + sum(m.numel for m in results) <= _SMALL
     sizes = {} if small else _smaller(metas)
     if not small:
         numel = sum(prod(sizes[n] for n in m.shape) for m in metas)
         if numel * prod(max(abs(n), 1) for n in _integers(args, kwargs)) > _MOST:
-            return False
+            return Found(False)
     for value in (0, 1):  # a division by zero, and an index of one, are the data's business
         try:
-            made = _run(op, args, kwargs, sizes, value, "cpu")
+            made, warned = heard(partial(_run, op, args, kwargs, sizes, value, "cpu"))
         except Exception:
             continue
-        return small and taken is not None and not _alike(made, taken)
+        return Found(small and taken is not None and not _alike(made, taken), value if warned and small else None)
     if not small:
         try:  # where these sizes do not go together, nothing is known
             _run(op, args, kwargs, sizes, 0, "meta")
         except Exception:
-            return False
-    return True
+            return Found(False)
+    return Found(True)
+
+
+def warns_again(op: OpOverload, args: Any, kwargs: Any, value: int) -> bool:
+    """Returns whether a call that has warned does so each time, and not once in a process."""
+    return heard(partial(_run, op, args, kwargs, {}, value, "cpu"))[1]
+
+
+def warn(op: OpOverload, args: Any, kwargs: Any, value: int, each: bool) -> None:
+    """Has the CPU's kernel warn of a call, within the user's call. ``each``: it does so each time."""
+    with suppress(Exception), nullcontext() if each else _warning_always():
+        _run(op, args, kwargs, {}, value, "cpu")
+
+
+@contextmanager
+def _warning_always() -> Iterator[None]:
+    """Has torch warn, in a ``with`` block, also of what it has warned of and does once in a process."""
+    with _always:
+        before = torch.is_warn_always_enabled()
+        torch._C._set_warnAlways(True)  # torch.set_warn_always would tell the nodes
+        try:
+            yield
+        finally:
+            torch._C._set_warnAlways(before)
 
 
 def is_taken(op: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -84,7 +121,7 @@ def is_taken(op: OpOverload, args: Any, kwargs: Any) -> bool:
     if sum(m.numel for m in metas) * prod(max(abs(n), 1) for n in _integers(args, kwargs)) > _MOST:
         return False
     try:
-        _run(op, args, kwargs, {}, 0, "cpu")
+        heard(partial(_run, op, args, kwargs, {}, 0, "cpu"))
     except Exception:
         return False
     return True

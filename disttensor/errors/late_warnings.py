@@ -7,6 +7,8 @@ raised in the thread whose line it was, between two commands.
 
 from __future__ import annotations
 
+import builtins
+import logging
 import sys
 import threading
 import warnings
@@ -15,6 +17,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ..runtime.master.failures import Site, line_number
+from ..runtime.protocol import commands as c
+
+_log = logging.getLogger("disttensor")
 
 
 class Late(NamedTuple):
@@ -33,6 +38,18 @@ pending: deque[Late] = deque(maxlen=10_000)
 def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thread: int = 0) -> None:
     """Has a warning be given at the next ``give`` of ``thread``, or of any."""
     pending.append(Late(text, category, site, thread))
+
+
+def take(told: c.Warned, site: Site | None) -> None:
+    """Takes a warning of a node's. Of a category that is not Python's own it is a UserWarning that names it."""
+    kind = told.kind.removeprefix("builtins.")
+    category = getattr(builtins, kind, None) if kind in told.kind else None
+    known = isinstance(category, type) and issubclass(category, Warning)
+    text = told.text if known else f"{told.kind}: {told.text}"
+    if site is None:
+        _log.warning("%s: %s", kind, told.text)
+    else:
+        warn_later(text, site, category if known else UserWarning)
 
 
 def give(everything: bool = False) -> None:

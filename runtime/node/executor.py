@@ -22,7 +22,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, earliest
 from ..protocol.traits import TRAITS
-from . import collectives
+from . import collectives, warned
 from .failures import name_of
 from .graphs.graphs import Graphs
 from .state import NodeState, PoisonRead
@@ -142,9 +142,15 @@ class Executor(NodeState):
                 template = self.templates[command.template]
                 if template.mutated and store.sending:
                     self._settle(template, command)
-                template.run(command.out, command.args)
                 if type(command) is c.First:
+                    template.run = warned.run_first(template.run, command, self.emit, self.number)
                     template.compare(command, store.entries)
+                else:
+                    try:
+                        template.run(command.out, command.args)
+                    except warned.Loud:
+                        run = template.storing(store.entries)
+                        warned.run_loudly(run, command, self.emit, self.number)
             case c.Free():
                 store.free(command.first, command.distances)
             case c.Define():
@@ -244,7 +250,11 @@ class Executor(NodeState):
         template = self.templates[call.template]
         if template.mutated and self.store.sending:
             self._settle(template, call)
-        results = self.answer(command, template, template.call(call.out, call.args), self.store.entries)
+        run = warned.dropping(template.call) if command.warned else template.call
+        made = run(call.out, call.args)
+        results = self.answer(command, template, made, self.store.entries)
+        if command.warned:
+            template.run = warned.dropping(template.run)
         if template.outs:
             for ref, tensor in zip(template.results(call.out, call.args), results, strict=True):
                 if tensor is not None:
@@ -280,7 +290,7 @@ class Executor(NodeState):
     def _run(self, command: c.Run) -> None:
         self.store.settle(None)  # the function may write tensors that are being sent
         job = self.functions.claim(command)
-        with page.mine.function(self.number):
+        with page.mine.function(self.number), warned.telling(self.emit, self.number):
             done = job(self.held if command.holds else self.lent)
         refs = TRAITS[c.Run].makes(command, None)
         self.store.entries.update(zip(refs, self.finish_run(command, *done), strict=True))
@@ -296,6 +306,12 @@ class Executor(NodeState):
         if isinstance(command, c.On):  # it is for a stream that is unknown, and nobody else's
             self.give_up(command.command, self.tell(name_of(command), error))
             return
+        if type(error) is warned.Loud:
+            try:
+                self.other(command)
+                return
+            except Exception as again:
+                error = again
         call = command.call if isinstance(command, c.Ask) else command
         template = self.templates.get(call.template) if isinstance(call, c.Call) else None
         poison: Poison | None = error.poison if type(error) is PoisonRead else None

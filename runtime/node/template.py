@@ -56,10 +56,10 @@ class Template:
         self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # not a list of one tensor
-        self.run = self._store(entries)
+        self.run = self.storing(entries)
 
-    def _store(self, e: Entries) -> Run:
-        """Returns ``run``: it does ``call`` and stores the outputs."""
+    def storing(self, e: Entries) -> Run:
+        """Returns a function that does ``call`` and stores the outputs."""
         call = self.call
         if self.outs == 0:
             return call

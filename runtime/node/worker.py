@@ -43,6 +43,7 @@ from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
 from .side_channel import SideChannel
 from .user_functions import Functions
+from .warned import tell_warnings
 
 #: The largest number of commands applied between two reports to the master; its window is several times that.
 ACK_EVERY = 1024
@@ -212,6 +213,7 @@ def main(lifeline: int) -> int:
 def start(bundle: Bundle) -> int:
     """Makes this process the node that the bundle describes; returns the exit code when its session has ended."""
     role.become_node(bundle.rank)
+    tell_warnings()
     for path in map(as_name, reversed(bundle.sys_path)):
         if path not in sys.path:
             sys.path.insert(0, path)

@@ -36,6 +36,7 @@ class First(Call, frozen=True, tag=58):
     kinds: tuple[Expected, ...]
     gives: tuple[int, ...]
     keeps: tuple[int, ...]
+    warned: bool = False  #: whether the master warns of these calls, so that the node's own warnings say nothing new
 
 
 class Define(Message, frozen=True, tag=11):
@@ -66,6 +67,7 @@ class Ask(Message, frozen=True, tag=14):
 
     request: int
     call: Call
+    warned: bool = False  #: whether the master warns of it, and of later calls, as in a First
 
 
 class Send(Message, frozen=True, tag=15):
@@ -618,6 +620,14 @@ class Failed(Message, frozen=True, tag=44):
     value: bytes = b""  #: the exception, if it is none of Python's own, as an encoded value (protocol/values)
 
 
+class Warned(Message, frozen=True, tag=74):
+    """Command number ``seq`` has made a warning, which changes nothing."""
+
+    seq: int
+    kind: str  #: the category, as "builtins.UserWarning"
+    text: str
+
+
 class Poisoned(Message, frozen=True, tag=45):
     """The answer to a request for something poisoned: the failure ``seq`` on node ``rank`` caused it."""
 
@@ -660,6 +670,7 @@ Reply: TypeAlias = (
     | Shapes
     | Result
     | Failed
+    | Warned
     | Poisoned
     | Done
     | Counts

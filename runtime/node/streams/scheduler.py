@@ -20,6 +20,7 @@ from ...protocol import commands as c
 from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
+from .. import warned
 from ..collectives import join
 from ..failures import name_of
 from ..held import Holding
@@ -233,7 +234,7 @@ class Scheduler(Lanes):
         held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
 
         def done(values: Callable[[int], Any]) -> Returned:
-            with page.mine.function_beside(number):
+            with page.mine.function_beside(number), warned.telling(node.emit, number):
                 return job(values)
 
         def run(values: Values) -> Results:

@@ -1,0 +1,116 @@
+"""What a node warns of, on its way to the script, which knows the line: warnings of kernels and of functions.
+
+A node calls operators, whose warnings torch prints. So the first call of each signature is heard, and each later one of
+a signature that has warned; the others cost nothing. What the script has foreseen it has warned of itself, and the node
+drops it.
+
+Nodes that are threads of the script share its filters, and its record of what was shown. They drop what the script has
+foreseen, and leave the rest as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ..process import role
+from ..process.heard import Listener, heard, listening
+from ..protocol import commands as c
+from ..protocol.failure_ids import MAX_NAME, MAX_TEXT
+from .call_forms import Run
+
+Emit = Callable[[c.Reply], None]
+
+#: The file of the line at which kernels' warnings are.
+_KERNELS = "<string>"
+_shown: dict[Any, Any] = {}
+#: Where what kernels warn of comes to ``showwarning``, or is an error.
+_listen = listening(__name__, _shown)
+
+
+class Loud(Exception):
+    """Raised by a signature that warns, in place of a call: the caller notes its number, and calls ``run_loudly``."""
+
+
+class _Current(threading.local):
+    """The command whose warnings are this thread's."""
+
+    tell: Callable[[str, str], None] | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def telling(emit: Emit, number: int) -> Iterator[None]:
+    """Has what this thread warns of in a ``with`` block be told as warnings of command ``number``."""
+
+    def tell(kind: str, text: str) -> None:
+        text = text[:MAX_TEXT].encode("utf-8", "replace").decode()
+        emit(c.Warned(number, kind[:MAX_NAME], text))
+
+    before, _current.tell = _current.tell, tell
+    try:
+        yield
+    finally:
+        _current.tell = before
+
+
+def tell_warnings() -> None:
+    """Has this process, which is a node, tell the script of Python's warnings while a command of its runs."""
+    shown, process = warnings.showwarning, os.getpid()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        tell = _current.tell
+        if tell is None or file is not None or os.getpid() != process:  # a thread or a child of a function's
+            shown(message, category, filename, lineno, file, line)
+        else:
+            where = "" if filename == _KERNELS else f"{filename}:{lineno}, "
+            tell(f"{category.__module__}.{category.__qualname__}", f"{message} ({where}on a node)")
+
+    warnings.showwarning = show
+
+
+def run_first(run: Run, command: c.First, emit: Emit, number: int) -> Run:
+    """Runs the first call of a signature. Returns what runs the later ones."""
+    if command.warned:
+        run = dropping(run)
+        run(command.out, command.args)
+        return run
+    if not role.is_node():
+        run(command.out, command.args)
+        return run
+    return _loud if run_loudly(run, command, emit, number) else run
+
+
+def dropping(run: Run) -> Run:
+    """Returns what runs calls whose warnings the script has foreseen."""
+    return lambda out, args: heard(partial(run, out, args))[0]
+
+
+def _loud(out: int, args: Any) -> Any:
+    raise Loud
+
+
+def run_loudly(run: Run, command: c.Call, emit: Emit, number: int) -> bool:
+    """Runs a call, and tells what kernels warn of. Returns whether they did."""
+    listener = Listener(partial(run, command.out, command.args))
+    told: list[c.Reply] = []
+    with telling(told.append, number):
+        _shown.clear()
+        try:
+            _listen(listener)
+        except Warning as e:  # which this process's filters make an error; the call has been done
+            assert _current.tell is not None
+            _current.tell(f"{type(e).__module__}.{type(e).__qualname__}", f"{e} (on a node)")
+    for reply in told:
+        emit(reply)
+    listener.result()
+    return bool(told)

@@ -1,0 +1,66 @@
+"""Hears the warnings of torch's kernels, whoever calls them.
+
+Torch makes Python's warnings of C++'s (TORCH_WARN) at the end of each call of a Python function of its own. An operator
+that is called by ``torch.ops`` is no such function: alone it prints, and within such a call it warns that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Listener:
+    """What torch calls back in the middle of a call of its own, where it runs ``call``."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
+        listener: Listener = args[0]
+        try:
+            listener._result = listener._call()
+        except Exception as e:  # torch would print what it had to warn of
+            listener._error = e
+
+    def result(self) -> Any:
+        """Returns what the call has returned, or raises what it has raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        return self._result
+
+
+def listening(module: str, record: object) -> Callable[[Listener], None]:
+    """Returns a function that has torch call a listener. What kernels warn of there is a warning at a line of
+    ``module``, of which ``record`` notes which have been shown."""
+    scope: dict[str, Any] = {"__name__": module, "__warningregistry__": record, "call": torch.abs}
+    exec("def listen(listener): call(listener)", scope)  # no other way gives a function globals of its own
+    listen: Callable[[Listener], None] = scope["listen"]
+    return listen
+
+
+#: Where the record of warnings is none: each of them ends with an error, whatever the filters are. These are the
+#: process's, and other threads have theirs.
+_listen = listening(__name__, 0)
+
+
+def heard(call: Callable[[], T]) -> tuple[T, bool]:
+    """Returns what a call returns, and whether kernels in it warned, of which nobody else hears. Raises what it
+    raises."""
+    listener, warned = Listener(call), False
+    try:
+        _listen(listener)
+    except TypeError:  # of the record
+        warned = True
+    return listener.result(), warned
