@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, earliest
 from ..protocol.traits import TRAITS
 from . import collectives, warned
+from .call_forms import Run
 from .failures import name_of
 from .graphs.graphs import Graphs
 from .state import NodeState, PoisonRead
@@ -143,7 +145,7 @@ class Executor(NodeState):
                 if template.mutated and store.sending:
                     self._settle(template, command)
                 if type(command) is c.First:
-                    template.run = warned.run_first(template.run, command, self.emit, self.number)
+                    self._first(template, template.storing(store.entries), command, command.warned)
                     template.compare(command, store.entries)
                 else:
                     try:
@@ -250,15 +252,22 @@ class Executor(NodeState):
         template = self.templates[call.template]
         if template.mutated and self.store.sending:
             self._settle(template, call)
-        run = warned.dropping(template.call) if command.warned else template.call
-        made = run(call.out, call.args)
+        if template.outs or template.mutated:  # mostly the first call of a signature, or one with shapes of its own
+            made = self._first(template, template.call, call, command.warned)
+        else:
+            made = template.call(call.out, call.args)
         results = self.answer(command, template, made, self.store.entries)
-        if command.warned:
-            template.run = warned.dropping(template.run)
         if template.outs:
             for ref, tensor in zip(template.results(call.out, call.args), results, strict=True):
                 if tensor is not None:
                     self.store.entries[ref] = tensor
+
+    def _first(self, template: Template, run: Run, call: c.Call, foreseen: bool) -> Any:
+        """Runs a signature's first call, and has later ones be heard as this one's warnings tell."""
+        result, wrap = warned.run_first(run, call, self.emit, self.number, foreseen)
+        if wrap is not None:
+            template.run = wrap(template.storing(self.store.entries))
+        return result
 
     def _send(self, command: c.Send) -> None:
         channel = self.channels.data[command.channel]

@@ -132,6 +132,9 @@ class Broken(Template):
         self.run = self.call = refuse
         self.over = lambda entries: refuse
 
+    def storing(self, e: Entries) -> Run:
+        return self.call
+
 
 def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:
     for spec in specs:

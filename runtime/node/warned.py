@@ -78,16 +78,18 @@ def tell_warnings() -> None:
     warnings.showwarning = show
 
 
-def run_first(run: Run, command: c.First, emit: Emit, number: int) -> Run:
-    """Runs the first call of a signature. Returns what runs the later ones."""
-    if command.warned:
-        run = dropping(run)
-        run(command.out, command.args)
-        return run
+Wrap = Callable[[Run], Run]
+
+
+def run_first(run: Run, call: c.Call, emit: Emit, number: int, warned: bool) -> tuple[Any, Wrap | None]:
+    """Runs a signature's first call, of which the script has ``warned`` or not. Returns the result, and what makes the
+    function for later calls, if an ordinary one would not do."""
+    if warned:
+        return dropping(run)(call.out, call.args), dropping
     if not role.is_node():
-        run(command.out, command.args)
-        return run
-    return _loud if run_loudly(run, command, emit, number) else run
+        return run(call.out, call.args), None
+    result, loud = run_loudly(run, call, emit, number)
+    return result, (lambda run: _raise_loud) if loud else None
 
 
 def dropping(run: Run) -> Run:
@@ -95,13 +97,13 @@ def dropping(run: Run) -> Run:
     return lambda out, args: heard(partial(run, out, args))[0]
 
 
-def _loud(out: int, args: Any) -> Any:
+def _raise_loud(out: int, args: Any) -> Any:
     raise Loud
 
 
-def run_loudly(run: Run, command: c.Call, emit: Emit, number: int) -> bool:
-    """Runs a call, and tells what kernels warn of. Returns whether they did."""
-    listener = Listener(partial(run, command.out, command.args))
+def run_loudly(run: Run, call: c.Call, emit: Emit, number: int) -> tuple[Any, bool]:
+    """Runs a call, and tells what kernels warn of. Returns the result, and whether they did."""
+    listener = Listener(partial(run, call.out, call.args))
     told: list[c.Reply] = []
     with telling(told.append, number):
         _shown.clear()
@@ -112,5 +114,4 @@ def run_loudly(run: Run, command: c.Call, emit: Emit, number: int) -> bool:
             _current.tell(f"{type(e).__module__}.{type(e).__qualname__}", f"{e} (on a node)")
     for reply in told:
         emit(reply)
-    listener.result()
-    return bool(told)
+    return listener.result(), bool(told)
