@@ -55,7 +55,7 @@ def _takes_generator(op: OpOverload) -> bool:
 
 
 class Found(NamedTuple):
-    """What a trial has found."""
+    """A trial's findings."""
 
     #: whether the CPU's kernel refuses a call that the meta kernel has taken, or gives another geometry
     doubtful: bool

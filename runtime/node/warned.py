@@ -1,4 +1,4 @@
-"""What a node warns of, on its way to the script, which knows the line: warnings of kernels and of functions.
+"""Tells the script, which knows the line, what its node's kernels and functions warn of.
 
 A node calls operators, whose warnings torch prints. So the first call of each signature is heard, and each later one of
 a signature that has warned; the others cost nothing. What the script has foreseen it has warned of itself, and the node
@@ -19,15 +19,13 @@ from functools import partial
 from typing import Any
 
 from ..process import role
-from ..process.heard import Listener, heard, listening
+from ..process.heard import FILE, Listener, heard, listening
 from ..protocol import commands as c
 from ..protocol.failure_ids import MAX_NAME, MAX_TEXT
 from .call_forms import Run
 
 Emit = Callable[[c.Reply], None]
 
-#: The file of the line at which kernels' warnings are.
-_KERNELS = "<string>"
 _shown: dict[Any, Any] = {}
 #: Where what kernels warn of comes to ``showwarning``, or is an error.
 _listen = listening(__name__, _shown)
@@ -72,7 +70,7 @@ def tell_warnings() -> None:
         if tell is None or file is not None or os.getpid() != process:  # a thread or a child of a function's
             shown(message, category, filename, lineno, file, line)
         else:
-            where = "" if filename == _KERNELS else f"{filename}:{lineno}, "
+            where = "" if filename == FILE else f"{filename}:{lineno}, "
             tell(f"{category.__module__}.{category.__qualname__}", f"{message} ({where}on a node)")
 
     warnings.showwarning = show

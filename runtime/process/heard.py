@@ -7,15 +7,18 @@ that is called by ``torch.ops`` is no such function: alone it prints, and within
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+#: The file of the line at which kernels' warnings are.
+FILE = __file__
 
 
 class Listener:
-    """What torch calls back in the middle of a call of its own, where it runs ``call``."""
+    """An operand that torch calls back in the middle of a call of its own; it runs ``call`` then."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -44,10 +47,11 @@ class Listener:
 def listening(module: str, record: object) -> Callable[[Listener], None]:
     """Returns a function that has torch call a listener. What kernels warn of there is a warning at a line of
     ``module``, of which ``record`` notes which have been shown."""
-    scope: dict[str, Any] = {"__name__": module, "__warningregistry__": record, "call": torch.abs}
-    exec("def listen(listener): call(listener)", scope)  # no other way gives a function globals of its own
-    listen: Callable[[Listener], None] = scope["listen"]
-    return listen
+    return FunctionType(_call.__code__, {"__name__": module, "__warningregistry__": record, "torch": torch})
+
+
+def _call(listener: Any) -> None:
+    torch.abs(listener)
 
 
 #: Where the record of warnings is none: each of them ends with an error, whatever the filters are. These are the
