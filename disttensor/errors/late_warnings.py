@@ -21,6 +21,12 @@ from ..runtime.protocol import commands as c
 
 _log = logging.getLogger("disttensor")
 
+_KNOWN: dict[str, type[Warning]] = {
+    f"builtins.{name}": kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, Warning)
+}
+
 
 class Late(NamedTuple):
     """One warning, and the line that caused it."""
@@ -42,14 +48,12 @@ def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thr
 
 def take(told: c.Warned, site: Site | None) -> None:
     """Takes a warning of a node's. Of a category that is not Python's own it is a UserWarning that names it."""
-    kind = told.kind.removeprefix("builtins.")
-    category = getattr(builtins, kind, None) if kind in told.kind else None
-    known = isinstance(category, type) and issubclass(category, Warning)
-    text = told.text if known else f"{told.kind}: {told.text}"
+    category = _KNOWN.get(told.kind)
+    text = f"{told.kind}: {told.text}" if category is None else told.text
     if site is None:
-        _log.warning("%s: %s", kind, told.text)
+        _log.warning("%s", text)
     else:
-        warn_later(text, site, category if known else UserWarning)
+        warn_later(text, site, category or UserWarning)
 
 
 def give(everything: bool = False) -> None:
