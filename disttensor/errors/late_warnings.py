@@ -37,8 +37,10 @@ class Late(NamedTuple):
     thread: int  #: that is to hear of it; 0 for any
 
 
-#: The warnings that nobody was given yet. Appending takes no lock, so that finalizers may; the oldest are dropped.
-pending: deque[Late] = deque(maxlen=10_000)
+#: The most warnings that wait, of which the oldest are dropped, and the most characters of one: a node may send any.
+_MOST, _LONGEST = 1_000, 4_096
+#: The warnings that nobody was given yet. Appending takes no lock, so that finalizers may.
+pending: deque[Late] = deque(maxlen=_MOST)
 
 
 def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thread: int = 0) -> None:
@@ -49,7 +51,7 @@ def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thr
 def take(told: c.Warned, site: Site | None) -> None:
     """Takes a warning of a node's. Of a category that is not Python's own it is a UserWarning that names it."""
     category = _KNOWN.get(told.kind)
-    text = f"{told.kind}: {told.text}" if category is None else told.text
+    text = (f"{told.kind}: {told.text}" if category is None else told.text)[:_LONGEST]
     if site is None:
         _log.warning("%s", text)
     else:
