@@ -17,6 +17,7 @@ from hostile_workers import BOMB
 from msgspec.structs import replace
 
 import disttensor as dt
+from disttensor.errors import late_warnings
 from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
 from disttensor.runtime.master.link import REPEATED, Link
 from disttensor.runtime.protocol import codec, side
@@ -126,6 +127,8 @@ WRONG: dict[str, tuple[type[c.Reply], c.Reply]] = {
     "second hello": (c.Done, HELLO),
     "what nobody asked for": (c.Done, c.Done(2)),
     "the failure of what was not sent": (c.Answer, c.Failed(1, "op", "builtins.RuntimeError", "no", "")),
+    "a warning of what was not sent": (c.Answer, c.Warned(1, "builtins.UserWarning", "beware")),
+    "a warning without a number": (c.Answer, c.Warned(-1, "builtins.UserWarning", "beware")),
     "a failure without a number": (c.Answer, c.Failed(-1, "op", "builtins.RuntimeError", "no", "")),
     "a failure by the loss of no node": (c.Answer, msgspec.structs.replace(FAILED, lost=1)),
     "a failure by its own loss": (c.Answer, msgspec.structs.replace(FAILED, lost=0)),
@@ -400,6 +403,27 @@ def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire
     assert wire.lost() == ""
     wire.say(c.Answer(request.id, 1))
     assert f"broke the protocol: Answer {request.id}, which nobody has asked for" in wire.lost()
+
+
+def test_a_flood_of_warnings_is_bounded(wire: Wire) -> None:
+    site = (test_a_failure_is_told_once.__code__, 0)
+    wire.link.on_warning = lambda told, _: late_warnings.take(told, site)
+    wire.say(HELLO)
+    wire.issue(1)
+    try:
+        for _ in range(12):
+            wire.say(*[c.Warned(0, "builtins.RuntimeWarning", "w" * 9_000)] * 100)
+        wire.say(c.Warned(0, "os.system", "rm"), c.Warned(0, "builtins.OSError", "no"))
+        waiting = list(late_warnings.pending)
+    finally:
+        late_warnings.pending.clear()
+    assert not wire.lost()
+    assert len(waiting) == 1_000
+    assert all((each.category, len(each.text)) == (RuntimeWarning, 4_096) for each in waiting[:-2])
+    assert [(each.category, each.text) for each in waiting[-2:]] == [
+        (UserWarning, "os.system: rm"),
+        (UserWarning, "builtins.OSError: no"),
+    ]
 
 
 def test_a_failure_is_told_once(wire: Wire) -> None:
