@@ -60,8 +60,12 @@ _listen = listening(__name__, 0)
 
 
 def heard(call: Callable[[], T]) -> tuple[T, bool]:
-    """Returns what a call returns, and whether kernels in it warned, of which nobody else hears. Raises what it
-    raises."""
+    """Returns what a call returns, and whether kernels in it warned, of which nobody else hears. Raises what it raises.
+
+    Where a mode of the user's stands above torch's functions, or these call nobody back, it only calls.
+    """
+    if torch._C._len_torch_function_stack() or not torch._C._is_torch_function_enabled():
+        return call(), False
     listener, warned = Listener(call), False
     try:
         _listen(listener)

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import disttensor as dt
 
@@ -130,6 +132,27 @@ def test_what_only_the_node_finds_is_told_with_its_line(
     assert found == [(__file__, UserWarning, line) for line in (at[0], at[0], at[1])]
     assert all("degrees of freedom is <= 0" in str(each.message) for each in heard)
     assert "Warning" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("processes")
+def test_modes_above_torch_see_no_trial(heard: list[warnings.WarningMessage]) -> None:
+    x = torch.ones(1, 2, device=NODE)
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.std(x, 0).shape == (2,)
+    with Mode(), Mode():
+        assert torch.std(torch.ones(1, 3, device=NODE), 0).shape == (3,)
+    dt.synchronize()
+    assert "std" in seen
+    assert "abs" not in seen
+    assert all("degrees of freedom is <= 0" in str(each.message) for each in heard)
+    assert len(heard) >= 2
 
 
 def warns(kind: type[Warning] | None, text: str) -> int:
