@@ -211,7 +211,7 @@ DEFECTS: dict[str, Defect] = {
     "layout here": Defect(
         both(
             wrapped(first_call.meta_inference, "infer", unlike),
-            wrapped(first_call.trial, "is_doubtful", lambda fn, *args: False),
+            wrapped(first_call.trial, "tried", lambda fn, *args: first_call.trial.Found(False)),
         ),
         lambda: ones(2, 3).exp(),
         "aten::exp",

@@ -127,7 +127,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Any], None
             entries[id(op)].forget()
 
     monkeypatch.setattr(meta_inference, "infer", inferred)
-    monkeypatch.setattr(trial, "is_doubtful", lambda *_: False)  # this CPU's kernel does as the meta kernel says
+    monkeypatch.setattr(trial, "tried", lambda *_: trial.Found(False))  # this CPU's kernel does as the meta kernel says
     yield tell
     for op in lies:
         forget(op)
@@ -230,7 +230,7 @@ def test_a_meta_kernel_is_tried_once_for_operands_that_lie_alike(wrong: Any) -> 
 
 
 def test_a_node_that_does_more_than_this_cpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "is_doubtful", lambda *_: True)
+    monkeypatch.setattr(trial, "tried", lambda *_: trial.Found(True))
     x = torch.ones(5, 3, device=NODE)
 
     def questions(n: int) -> int:
