@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import ROOT, signal_to
 from launch_kit import local_losses, losses
 from limits import HANG
+from sklearn.datasets import load_digits
 from slurm_kit import Slurm, cluster, why_not
 from strangers import Job, besiege, written
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from variants import variants
 
 pytestmark = [pytest.mark.slurm]
@@ -250,6 +253,61 @@ def test_batch_scripts(slurm: Slurm, name: str) -> None:
             "right: nodes 2, 3",
             "on the last node:" + 3 * " [10.0, 10.0, 10.0, 10.0]",
         ]
+
+
+def test_a_requeued_job_goes_on_with_fewer_nodes(slurm: Slurm) -> None:
+    """The example, until a host fails: Slurm ends and requeues the job, which begins anew on the other host alone. Its
+    losses are those of one process without a break, and steps after the last checkpoint are done again."""
+    text = (ROOT / "examples" / "slurm" / "resume.py").read_text()
+    stands = "\n        'SLURM_RESTART_COUNT' in os.environ or state['step'] < 13 or __import__('time').sleep(1000)"
+    (slurm.folder / "resume.py").write_text(text.replace('.4f}", flush=True)', '.4f}", flush=True)' + stands))
+    batch = (ROOT / "examples" / "slurm" / "resume.sbatch").read_text()
+    (slurm.folder / "resume.sbatch").write_text(batch.replace("examples/slurm/resume.py", "resume.py"))
+    job = slurm.run("sbatch", "--parsable", "resume.sbatch").stdout.strip()
+    output = slurm.folder / f"resume-{job}.txt"
+    try:
+        slurm.wait_until(lambda: output.exists() and "step 13:" in output.read_text(), HANG, "no step 13")
+        for state in ("DRAIN", "DOWN"):  # what is down alone comes back by itself
+            slurm.run("scontrol", "update", "NodeName=right", f"State={state}", "Reason=fails")
+        # a requeued job waits for two minutes, unless somebody says else
+        slurm.wait_until(lambda: "JobState=PENDING" in shown(slurm, job), HANG, "the job was not requeued")
+        slurm.wait_until(lambda: not slurm.processes("left"), HANG, "something of the first start is left")
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        slurm.wait_until(lambda: job not in slurm.jobs(), HANG, "the job has not ended")
+    finally:
+        slurm.run("scancel", job)
+        slurm.run("scontrol", "update", "NodeName=right", "State=RESUME")
+    said = output.read_text()
+    assert "ExitCode=0:0" in shown(slurm, job), said
+    assert re.findall(r"start (\d) with (\d) nodes", said) == [("0", "4"), ("1", "2")]
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", said)]
+    assert [step for step, _ in steps] == [*range(1, 14), *range(11, 31)]
+    expected = digits_losses()
+    assert [loss for _, loss in steps] == pytest.approx([expected[step - 1] for step, _ in steps], abs=2e-4)
+
+
+def shown(slurm: Slurm, job: str) -> str:
+    return slurm.run("scontrol", "show", "job", job).stdout
+
+
+def digits_losses() -> list[float]:
+    """The losses of examples/slurm/resume.py in one process, by torch alone."""
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, 1, 0, seed=0)
+    losses: list[float] = []
+    while len(losses) < 30:
+        for x, y in DataLoader(data, 96, sampler=sampler, drop_last=True):
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        sampler.set_epoch(sampler.epoch + 1)
+    return losses[:30]
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
