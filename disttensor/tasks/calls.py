@@ -21,6 +21,7 @@ from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
 from .announcing import Announcing, announced_by, arguments_within, raised
+from .here import world_size
 from .sending import Keep, known_functions, pickled, send
 from .targets import Targets
 
@@ -138,9 +139,8 @@ class Call:
         named = [p for t in self._keep.tensors for p in t._place.members if p.node == self.place.node]
         self._beside = next(iter(named if simulated else ()), self.place)
         keep, (mesh, index) = not self._holds_tensors, self._rank
-        return c.Run(
-            id, self._function, self._arguments, keep, self._what, self._keep.refs, mesh=mesh, index=index, **more
-        )
+        more |= {"mesh": mesh, "index": index, "nodes": world_size(self.place.session.nodes)}
+        return c.Run(id, self._function, self._arguments, keep, self._what, self._keep.refs, **more)
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies; with None for those that have refs already."""

@@ -129,7 +129,7 @@ class Functions:
         index, mesh, coordinates = command.index, command.mesh, dict[str, int]()
         for name, size in zip(reversed(mesh.names), reversed(mesh.sizes), strict=True) if mesh is not None else ():
             index, coordinates[name] = divmod(index, max(1, size))
-        return where.Where(self.rank, self.device, dict(reversed(coordinates.items())))
+        return where.Where(self.rank, self.device, dict(reversed(coordinates.items())), command.nodes)
 
     def skip(self, command: c.Run) -> None:
         """Withdraws from the command's process group, if any: the command is not going to be run."""

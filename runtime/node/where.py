@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..process import role
 
@@ -17,6 +17,7 @@ class Where:
     node: int
     device: str  #: the node's default device, by torch's name on that node
     coordinates: dict[str, int] = field(default_factory=dict)  #: by dim of the mesh on which it was run
+    world_size: int = 0  #: how many nodes the session had when the function was issued, without those that were lost
 
 
 class _Now(threading.local):
@@ -37,6 +38,8 @@ def begin(node: int, device: str) -> None:
 def at(where: Where) -> Iterator[None]:
     """Has functions that are called in this thread be at a place."""
     before, _now.where = _now.where, where
+    if _own:  # threads of functions know that much
+        _own[:] = [replace(_own[0], world_size=where.world_size)]
     try:
         yield
     finally:

@@ -133,6 +133,7 @@ class Run(Message, frozen=True, tag=18):
     mesh: Mesh | None = None  #: the mesh on which it was run, of which the node is number ``index``
     index: int = 0
     holds: bool = False  #: it gets tensors as they are now, by ``Held``: what comes next may write them meanwhile
+    nodes: int = 0  #: how many nodes the session has when it is issued, without those that are lost
 
 
 class Adopt(Message, frozen=True, tag=19):
