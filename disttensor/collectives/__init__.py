@@ -12,6 +12,8 @@ from .groups import (
     Split,
     host_of,
     new_group,
+    numa_of,
+    pcie_root_of,
 )
 from .multi_tensor import all_gather_into_tensor
 from .objects import (
@@ -59,6 +61,8 @@ __all__ = [
     "isend",
     "monitored_barrier",
     "new_group",
+    "numa_of",
+    "pcie_root_of",
     "permute_ranks",
     "recv",
     "reduce",

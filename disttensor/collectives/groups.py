@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors.argument_checks import spelled
 from ..runtime.process.spelling import shown
+from ..runtime.protocol.commands import Hello
 from ..session import current
 
 #: A function from a node's number to its key, or a list of the keys of all nodes of a group, in order.
@@ -82,6 +83,15 @@ class Group:
     def by_host(self) -> Split:
         """Returns a Split by host: for each host's name, the group of the nodes on it."""
         return self.split(host_of)
+
+    def by_numa(self) -> Split:
+        """Returns a Split by NUMA node: for each host's each, the group of the nodes whose default device is there."""
+        return self.split(numa_of)
+
+    def by_pcie_root(self) -> Split:
+        """Returns a Split by PCIe root: for each host's each, the group of the nodes whose first GPU is attached to
+        it."""
+        return self.split(pcie_root_of)
 
     def __repr__(self) -> str:
         return f"<Group {f'{self.name!r} ' if self.name else ''}of nodes {', '.join(map(str, self.nodes))}>"
@@ -205,10 +215,37 @@ def host_of(node: int) -> str:
 
     Raises ValueError for a node that does not exist.
     """
+    return _hello(node).host
+
+
+def numa_of(node: int) -> str:
+    """Returns host and NUMA node of a node's default device, such as "left numa1", as a key for ``split`` and
+    ``levels``.
+
+    It is where the node's first GPU is; of a node without GPUs, where the CPUs are that it may run on. The host's name
+    alone stands for those of which the kernel says no NUMA node, or several. Read when the node started; does not wait.
+    Raises ValueError for a node that does not exist.
+    """
+    hello = _hello(node)
+    return hello.host if hello.numa < 0 else f"{hello.host} numa{hello.numa}"
+
+
+def pcie_root_of(node: int) -> str:
+    """Returns host and PCIe root of a node's first GPU, such as "left pci0000:3a", as a key for ``split`` and
+    ``levels``.
+
+    The host's name alone stands for nodes without a GPU. Read when the node started; does not wait. Raises ValueError
+    for a node that does not exist.
+    """
+    hello = _hello(node)
+    return f"{hello.host} {hello.pcie_root}".rstrip()
+
+
+def _hello(node: int) -> Hello:
     nodes = current.session().nodes
     if not 0 <= node < len(nodes) or nodes[node].said_hello is None:
         raise ValueError(f"node {node} does not exist")
-    return nodes[node].hello.host
+    return nodes[node].hello
 
 
 def _has_cuda(node: int) -> bool:

@@ -161,7 +161,7 @@ def _domains(mine: set[int]) -> tuple[tuple[int, ...], ...]:
     found = []
     left = set(mine)
     for folder in sorted(_SYSTEM.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-        domain = left & _listed(folder / "cpulist")
+        domain = left & listed(folder / "cpulist")
         left -= domain
         if domain:
             found.append(tuple(sorted(domain, key=_core)))
@@ -182,7 +182,7 @@ def _read(path: Path) -> int:
         return 0
 
 
-def _listed(path: Path) -> set[int]:
+def listed(path: Path) -> set[int]:
     """Parses the kernel's way of naming CPUs, "0-3,8"."""
     try:
         spans = re.findall(r"(\d+)(?:-(\d+))?", path.read_text())

@@ -26,7 +26,7 @@ import torch
 from ..channel.base import ChannelContext, Protection
 from ..channel.cipher import no_cipher
 from ..channel.opened import Channels, maker
-from ..host import affinity, capabilities
+from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
 from ..process.page import COMMANDS, STREAMS
@@ -97,6 +97,7 @@ class Worker:
 
     def hello(self) -> c.Hello:
         cuda = self.bundle.simulate_cuda or torch.cuda.device_count()
+        at = topology.of_node(cuda=bool(cuda and not self.bundle.simulate_cuda))
         return c.Hello(
             protocol=PROTOCOL,
             job=self.bundle.job,
@@ -110,6 +111,8 @@ class Worker:
             addresses=self.channels.open(0, self.bundle.backend),
             abilities=capabilities.own(self.bundle.simulate_cuda),
             no_cipher=codec.one_line(no_cipher()),
+            numa=at.numa,
+            pcie_root=at.pcie_root,
         )
 
     def serve(self) -> int:

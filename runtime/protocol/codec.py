@@ -196,12 +196,15 @@ def _check_hello(hello: c.Hello) -> None:
         ("host", hello.host),
         ("job", hello.job),
         ("python", hello.python),
+        ("PCIe root", hello.pcie_root),
         *(("gpu", g) for g in hello.gpus),
     ):
         _check_text(f"the node's {what}", text, MAX_HOST)
     _check_text("the reason why it can't encrypt", hello.no_cipher, MAX_REASON)
     if not 0 <= hello.pid < 1 << 32:
         raise ProtocolError(f"{hello.pid} is no pid")
+    if not -1 <= hello.numa < 1 << 16:
+        raise ProtocolError(f"{hello.numa} is no number of a NUMA node")
     _check_addresses(hello.addresses)
     _check_abilities(hello)
 

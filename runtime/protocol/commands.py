@@ -515,6 +515,8 @@ class Hello(Message, frozen=True, tag=40):
     abilities: Abilities
     gpus: tuple[str, ...] = ()  #: names of its CUDA devices, each one's own on the whole host
     no_cipher: str = ""  #: the reason why it can't encrypt payloads; empty if it can
+    numa: int = -1  #: the NUMA node of its default device; -1 where the kernel does not say one
+    pcie_root: str = ""  #: the PCIe root of its first GPU; empty without
 
 
 class Answer(Message, frozen=True, tag=41):

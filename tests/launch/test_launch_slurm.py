@@ -255,6 +255,7 @@ def test_batch_scripts(slurm: Slurm, name: str) -> None:
         ]
 
 
+@pytest.mark.row("S1b")
 @pytest.mark.timeout(300)
 def test_a_requeued_job_goes_on_with_fewer_nodes(slurm: Slurm) -> None:
     """The example, until a host fails: Slurm ends and requeues the job, which begins anew on the other host alone. Its

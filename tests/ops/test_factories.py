@@ -418,6 +418,7 @@ PLACES = {
 }
 
 
+@pytest.mark.row("S5")
 @pytest.mark.parametrize("of", ["local", "remote", "module"])
 @pytest.mark.parametrize("name", PLACES)
 def test_places_of_dist_send(name: str, of: str) -> None:
@@ -443,6 +444,7 @@ def test_two_places_of_dist_send() -> None:
             sent.dist_send(1, device="cuda:9")
 
 
+@pytest.mark.row("S5")
 def test_dist_send_of_a_module() -> None:
     """A local program is one on a node by this word alone: the optimizer has the parameters that it had."""
 

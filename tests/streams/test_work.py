@@ -321,6 +321,7 @@ def _holding(x: torch.Tensor) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.row("S5")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_large_upload_returns_at_once(way: str, tmp_path: Path) -> None:
     local = torch.arange(STAGE // 4 + 1, dtype=torch.float32)
