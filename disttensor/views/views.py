@@ -1,6 +1,7 @@
-"""``dt.views.put`` and ``get``: a copy into or from a part of a tensor on a node, for which nothing is called there.
+"""``dt.views.put``, ``get`` and ``accumulate``: a copy into or from a part of a tensor on a node, or a sum there, for
+which nothing is called there.
 
-Both are ordinary commands of the nodes concerned, in the order in which they are issued: a put is seen by all that is
+All are ordinary commands of the nodes concerned, in the order in which they are issued: a put is seen by all that is
 issued after it, and a get has the values of all that was issued before it.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, Literal, cast, overload
 
 import torch
 
-from ..errors.argument_checks import flag, spelled
+from ..errors.argument_checks import flag, one_of, spelled
 from ..futures.work import Work, fetch
 from ..proxy.proxy import DistributedTensor
 from ..runtime.channel.base import Arrival
@@ -58,13 +59,68 @@ def put(view: torch.Tensor, value: Any, async_op: bool = False) -> Work | None:
     flag("async_op", async_op)
     if async_op:
         waits("dt.views.put with async_op=True")
-    source: Any = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     with torch.no_grad():
-        source = source.detach()
-        if isinstance(source, DistributedTensor) and source._place is target._place:
-            source = source.clone()  # perhaps they overlap, and torch's copy would read what it has written
-        target.detach().copy_(source)
+        target.detach().copy_(_operand(value, target))
     return _After(target, lambda: view) if async_op else None
+
+
+#: What ``accumulate`` does, by name.
+_INTO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "product": torch.Tensor.mul_,
+    "min": lambda x, y: torch.minimum(x, y.expand(x.shape), out=x),
+    "max": lambda x, y: torch.maximum(x, y.expand(x.shape), out=x),
+}
+
+
+@overload
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: Literal[False] = False) -> None: ...
+
+
+@overload
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+
+
+@overload
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work | None: ...
+
+
+@spelled
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+    """Adds ``value`` to ``view``, a tensor on a node or any part of one, on that node, and returns at once.
+
+        >>> table = torch.ones(2, 3, device="node:1")
+        >>> dt.views.accumulate(table[:, ::2], torch.tensor([1, 2], device="node:0"))
+        >>> table.tolist()
+        [[2.0, 1.0, 3.0], [2.0, 1.0, 3.0]]
+
+    Args:
+        view: what to change: strided, transposed, of any dtype, as indexing and ``view`` give it.
+        value: as for ``put``: its bytes go to the view's node, converted to the view's dtype, and nothing comes back.
+        op: "sum", "product", "min" or "max", element by element.
+        async_op: return a Work, whose ``result()`` is ``view`` once it is changed, instead of None.
+
+    What one accumulates is there before the next one begins, whoever's it is: the node does them in the order of the
+    script, so no two updates get lost in each other. Gradients are not recorded. Raises ValueError for another ``op``,
+    and else as ``put``.
+    """
+    target = _on_a_node(view, "accumulate: the view")
+    one_of("accumulate: op", op, tuple(_INTO))
+    flag("async_op", async_op)
+    if async_op:
+        waits("dt.views.accumulate with async_op=True")
+    with torch.no_grad():
+        _INTO[op](target.detach(), _operand(value, target).to(target.device, target.dtype))
+    return _After(target, lambda: view) if async_op else None
+
+
+def _operand(value: Any, target: DistributedTensor) -> torch.Tensor:
+    """Returns what is written to ``target``, with the values from before where the two may overlap."""
+    source: torch.Tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    source = source.detach()
+    if isinstance(source, DistributedTensor) and source._place is target._place:
+        return source.clone()  # torch's kernel would read what it has written
+    return source
 
 
 @spelled

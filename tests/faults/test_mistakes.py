@@ -366,6 +366,10 @@ RESULTS: dict[str, tuple[Callable[[], object], str]] = {
     "module": (lambda: nn.Linear(1, 1), r"Linear; for x return x.state_dict\(\)"),
     "optimizer": (lambda: torch.optim.SGD(nn.Linear(1, 1).parameters()), r"SGD; for x return x.state_dict\(\)"),
     "in a list": (lambda: [1, {"a": nn.Linear(1, 1)}], r"Linear; for x return x.state_dict\(\)"),
+    "storage": (
+        lambda: torch.ones(1).untyped_storage(),
+        r"UntypedStorage; for x return torch\.empty\(0, .*uint8\)\.set_\(x\)",
+    ),
     "enum": (lambda: Colour.RED, "Colour"),
     "generator": (lambda: (x for x in "ab"), r"generator; for x return list\(x\)"),
     "anything": (object, "builtins.object; return what it is made of"),

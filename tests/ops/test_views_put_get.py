@@ -1,10 +1,11 @@
-"""``dt.views.put`` and ``get`` beside the same copies of local tensors."""
+"""``dt.views.put``, ``get`` and ``accumulate`` beside the same copies of local tensors."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from printed import as_shown
 import disttensor as dt
 from disttensor import testing
 
-put, get = dt.views.put, dt.views.get
+put, get, accumulate = dt.views.put, dt.views.get, dt.views.accumulate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +47,7 @@ def there(t: torch.Tensor, where: str) -> torch.Tensor:
     return t if where == "here" else t.to(where)
 
 
+@pytest.mark.row("S2")
 @pytest.mark.parametrize("where", ["here", "node:0", "node:1"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_written_and_read(name: str, where: str) -> None:
@@ -68,6 +70,45 @@ def test_a_part_is_written_and_read(name: str, where: str) -> None:
         got = got.result() if async_op else got
         assert got.device == torch.device("cpu" if where == "here" else where)
         assert torch.equal(got.cpu(), part(local))
+
+
+OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+
+
+@pytest.mark.row("S2")
+@pytest.mark.parametrize("where", ["here", "node:0", "node:1"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_part_is_added_to(op: str, where: str) -> None:
+    for name, part in PARTS.items():
+        local, remote = table(), table().to("node:1")
+        value = 30 - table() * 2.5
+        part(local).copy_(OPS[op](part(local).clone(), part(value)))
+        work = accumulate(part(remote), part(there(value, where)), op, async_op=where == "node:0")
+        assert work is None or torch.equal(work.result().cpu(), part(local))
+        assert torch.equal(remote.cpu(), local), name
+    counts = torch.tensor([[5, 6], [7, 8]], device="node:1")
+    accumulate(counts, [1.75, -2], op)  # converted and expanded, as by put
+    expected = OPS[op](torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1, -2], [1, -2]]))
+    assert torch.equal(counts.cpu(), expected)
+    x = torch.arange(5.0)
+    on_node = x.to("node:1")
+    accumulate(on_node[1:], on_node[:-1], op)  # values from before
+    assert on_node.tolist() == [0.0, *OPS[op](x[1:], x[:-1]).tolist()]
+
+
+@pytest.mark.row("S2")
+def test_none_of_many_that_accumulate_is_lost() -> None:
+    """From both nodes, the script and several threads at once."""
+    total = torch.zeros(3, dtype=torch.int64, device="node:1")
+    ones = [torch.ones(3, dtype=torch.int64, device=f"node:{k}") for k in range(2)] + [torch.ones(3, dtype=torch.int64)]
+
+    def many(one: torch.Tensor) -> None:
+        for _ in range(50):
+            accumulate(total, one)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(many, ones))
+    assert total.tolist() == [150] * 3
 
 
 @pytest.mark.parametrize("source", DTYPES)
@@ -178,6 +219,12 @@ def test_gradients_are_left_alone() -> None:
         (lambda x: put(x, 1, async_op="yes"), TypeError, "async_op"),
         (lambda x: put(x, 1, asyncop=True), TypeError, "async_op="),
         (lambda x: put(x, object()), (TypeError, RuntimeError), "object"),
+        (lambda x: accumulate(torch.ones(3), x), TypeError, "accumulate: the view has to be a tensor on a node"),
+        (lambda x: accumulate(x, torch.ones(4)), RuntimeError, "4"),
+        (lambda x: accumulate(x, torch.ones(2, 3), "max"), RuntimeError, "3"),
+        (lambda x: accumulate(x[:1].expand(3), torch.ones(3)), RuntimeError, "single memory location"),
+        (lambda x: accumulate(x[:1].expand(3), torch.ones(3), "max"), RuntimeError, "single memory location"),
+        (lambda x: accumulate(x, 1, "mean"), ValueError, "op 'mean' is unknown .*'sum', 'product', 'min', 'max'"),
     ],
 )
 def test_mistakes_are_told_at_once_and_write_nothing(call: Any, error: Any, words: str) -> None:

@@ -14,6 +14,8 @@ _INSTEAD = {
     "torch.nn.modules.module.Module": "x.state_dict()",
     "torch.optim.optimizer.Optimizer": "x.state_dict()",
     "torch.device": "str(x)",
+    "torch.storage.UntypedStorage": "torch.empty(0, dtype=torch.uint8).set_(x)",
+    "torch.storage.TypedStorage": "torch.empty(0, dtype=x.dtype).set_(x)",
     "pandas.core.frame.DataFrame": "x.to_dict()",
     "pandas.core.series.Series": "x.to_numpy()",
     "datetime.datetime": "datetime.fromisoformat(x.isoformat())",
