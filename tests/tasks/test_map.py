@@ -96,6 +96,18 @@ def test_results_are_those_of_the_built_in(ordered: bool, per_node: int) -> None
 
 
 @pytest.mark.row("I20")
+def test_results_keep_the_order_of_items_whichever_ends_first() -> None:
+    """The first item ends when the third does, which begins only once the script has the result of the second."""
+    with dt.tasks.Channel() as gate:
+
+        def in_turn(item: int) -> Any:
+            return gate.get() if item == 0 else gate.put("opened") if item == 2 else item
+
+        assert list(dt.map(in_turn, range(3), nodes=[0, 1])) == ["opened", 1, None]
+        assert next(iter(dt.map(in_turn, range(3), nodes=[0, 1], ordered=False))) == 1
+
+
+@pytest.mark.row("I20")
 def test_tensors_and_many_values_come_back() -> None:
     x = torch.arange(6.0)
     for made, (low, high), nothing in dt.map(lambda t: (t * 2, (t.min().item(), "high"), None), [x, x, x]):
