@@ -27,11 +27,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
-import msgspec
-
 from ..runtime.host import mpi_env
 from ..runtime.host.affinity import gpus
-from ..runtime.host.launch_spec import PLAN, LaunchSpec
+from ..runtime.host.launch_spec import PLAN, LaunchSpec, text_of
 from ..runtime.host.precedence import for_script
 from ..runtime.launch import registry
 from ..runtime.launch.tree.control import Stop
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check_hosts(options, spec)
     if options.process_group:
         return _run_everywhere(options, spec)
-    environment = os.environ | for_script(options, spec) | {PLAN: msgspec.json.encode(spec).decode()}
+    environment = os.environ | for_script(options, spec) | {PLAN: text_of(spec)}
     environment.pop(LAUNCHER_FD, None)  # set by a dtrun around this one
     if spec.launcher == "local":
         spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | spec.env)

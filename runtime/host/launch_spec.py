@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..process.renamed import old_names
+from ..protocol.bundle import told, understood
 from ..protocol.errors import UNDECODABLE
 from .output_options import Output
 from .silence import Silence
@@ -48,11 +49,16 @@ class LaunchSpec(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
         return sum(host.slots for host in self.hosts)
 
 
+def text_of(spec: LaunchSpec) -> str:
+    """Returns a launch spec as the text that ``spec_of_dtrun`` reads from the environment."""
+    return msgspec.json.encode(told(spec)).decode()
+
+
 def spec_of_dtrun() -> LaunchSpec | None:
     """Returns the launch spec of the dtrun around this process; None without one. Raises ValueError for a bad one."""
     text = os.environ.get(PLAN, "")
     try:
-        return msgspec.json.decode(text, type=LaunchSpec) if text else None
+        return understood(msgspec.json.decode(text, type=LaunchSpec)) if text else None
     except UNDECODABLE as e:
         raise ValueError(f"{PLAN}={text!r} is no plan of dtrun's: {e}") from e
 

@@ -8,8 +8,12 @@ gone. The frame on the pipe: 4 bytes of length (big endian), then the bundle as 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
 PROTOCOL = 17
@@ -74,6 +78,28 @@ def as_text(name: str) -> str:
 def as_name(text: str) -> str:
     """Returns the name that ``as_text`` was given. Raises ValueError for what it never gives."""
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
+
+
+def told(message: S) -> S:
+    """Returns a message that has names of the system's anywhere, such as a launch spec, with all texts as ``as_text``
+    has them, so that it crosses a wire. ``understood`` is the way back."""
+    return _texts(message, as_text)
+
+
+def understood(message: S) -> S:
+    """Returns the message that ``told`` was given. Raises ValueError for what it never gives."""
+    return _texts(message, as_name)
+
+
+def _texts(message: S, change: Callable[[str], str]) -> S:
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, dict):
+            return {change(key): changed(each) for key, each in value.items()}
+        return [changed(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    return msgspec.convert(changed(msgspec.to_builtins(message)), type(message))
 
 
 def write_bundle(fd: int, bundle: Bundle) -> None:

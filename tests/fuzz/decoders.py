@@ -870,7 +870,7 @@ DECODERS: tuple[Decoder, ...] = (
         jsons(LaunchSpec, LaunchSpec("ssh", (Host("a", 4),))),
         _plan,
         (ValueError,),
-        covers=("runtime/host/launch_spec.py:spec_of_dtrun",),
+        covers=("runtime/host/launch_spec.py:spec_of_dtrun", "runtime/protocol/bundle.py:_texts"),
     ),
     Decoder(
         "settings",
@@ -913,7 +913,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/checkpoint/folder.py:_hashes": "a checkpoint is trusted, for torch unpickles its .metadata",
     "disttensor/checkpoint/folder.py:_check_torchs": "hexadecimal digits, which a pattern has found",
-    "disttensor/cli/main.py:main": _OWN,
+    "runtime/host/launch_spec.py:text_of": _OWN,
     "disttensor/startup/notebook.py:_unread": _KERNEL,
     "runtime/channel/nccl/library.py:Communicator._check": _LIBRARY,
     "runtime/channel/shm/cuda_ipc.py:export": _OWN,

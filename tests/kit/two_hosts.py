@@ -18,10 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 from checkout import search_path
 
-from disttensor.runtime.host.launch_spec import PLAN, Host, LaunchSpec
+from disttensor.runtime.host.launch_spec import PLAN, Host, LaunchSpec, text_of
 from disttensor.runtime.launch.starters.ssh import SSH
 
 LEFT, RIGHT = "10.77.0.1", "10.77.0.2"
@@ -112,7 +111,7 @@ def hosts(left: int, right: int) -> Iterator[None]:
             ssh.chmod(0o700)
             os.environ[SSH] = str(ssh)
             spec = LaunchSpec("ssh", hosts=(Host("left", left), Host("right", right)))
-            os.environ[PLAN] = msgspec.json.encode(spec).decode()
+            os.environ[PLAN] = text_of(spec)
             yield
         finally:
             other.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,63 @@ def test_a_folder_that_is_no_text(tmp_path: Path) -> None:
         text=True, errors="replace", timeout=HANG, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+#: What programs that dtrun runs say of what they were told: by the script and its node, and by a node alone.
+TOLD = """
+import os, sys
+VALUE, HERE, ARGUMENT = "\\udcfe", "\\udcfd", "\\udcfc"
+
+def sees():
+    return os.environ["ODD"] == VALUE, os.environ["HERE"] == HERE
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        print(*sees(), sys.argv[1] == ARGUMENT)
+    else:
+        import disttensor as dt
+        with dt.init_master_worker():
+            print(*dt.run(sees, node=0), sys.argv[1] == ARGUMENT)
+            dt.run(print, "on the node", node=0)
+"""
+
+
+#: Stands for ssh: says the address, or runs here what would run there.
+SSH = """#!/bin/sh
+case "$*" in
+*" -G "*) echo hostname 127.0.0.1;;
+*) for last; do :; done; exec sh -c "$last";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix"),
+    [(["--hosts", "elsewhere:1", "--python", "{python}"], ""), (["-n", "1", "--process-group"], "[node 0] ")],
+    ids=["ssh", "process group"],
+)
+def test_dtrun_is_told_what_is_no_text(tmp_path: Path, options: list[str], prefix: str) -> None:
+    """Values, the folders of the script and of logs, the interpreter elsewhere, and arguments."""
+    folder, logs, python, ssh = (tmp_path / f"{name} \udcff" for name in ("odd", "logs", "python", "ssh"))
+    folder.mkdir()
+    (folder / "job.py").write_text(TOLD)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    ssh.write_text(SSH)
+    for program in (python, ssh):
+        program.chmod(0o700)
+    command = [sys.executable, "-m", "dtrun", *(word.format(python=python) for word in options)]
+    command += ["--env", "ODD=\udcfe", "--env", "HERE", "--log-dir", str(logs), "job.py", "\udcfc"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": search_path(), "HERE": "\udcfd", "DISTTENSOR_SSH": shlex.quote(str(ssh))},
+        cwd=folder, capture_output=True, text=True, errors="replace", timeout=HANG, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    log = (logs / "0" / "stdout.log").read_text()
+    if prefix:
+        assert (done.stdout, log) == (f"{prefix}True True True\n", "True True True\n")
+    else:
+        assert (sorted(done.stdout.splitlines()), log) == (["True True True", "[node 0] on the node"], "on the node\n")
 
 
 def test_a_text_that_can_not_be_told_is_named() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from disttensor.runtime.protocol.bundle import Bundle, as_name, as_text
+from disttensor.runtime.host.launch_spec import PLAN, Host, LaunchSpec, spec_of_dtrun, text_of
+from disttensor.runtime.host.output_options import Output
+from disttensor.runtime.host.silence import Silence
+from disttensor.runtime.launch.tree.framed import frame
+from disttensor.runtime.protocol.bundle import Bundle, as_name, as_text, told, understood
 
 
 def test_its_keys_are_not_shown() -> None:
@@ -25,6 +29,25 @@ def test_names_of_the_system_cross_as_they_are(name: str) -> None:
     )
     assert as_text(text) == text  # once is enough
     assert (text == name) is (name.isprintable() or name.isascii() or "\u20ac" in name)
+
+
+#: A launch spec with a name that is no text wherever one can be.
+ODD = LaunchSpec(
+    "ssh", hosts=(Host("a\udcff", 2),), least=2, python="/py \udcff", interface=("eth\udcff",),
+    env={"X\udcff": "\udcfe", "HOME": "/home/Zoë"}, timeout=7.5, options={"ssh_options": "-i \udcff"},
+    output=Output(log_dir="/logs \udcff", tee="1"), silence=Silence(lost=40.0), folder="/f\udcff",
+)  # fmt: skip
+
+
+def test_what_dtrun_has_told_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script by its environment, which takes text only, and the root by a frame."""
+    monkeypatch.setenv(PLAN, text_of(ODD))
+    assert spec_of_dtrun() == ODD
+    assert understood(msgspec.msgpack.decode(frame(told(ODD))[4:], type=LaunchSpec)) == ODD
+    assert told(Output(log_dir="/plain")) == Output(log_dir="/plain")
+    monkeypatch.setenv(PLAN, msgspec.json.encode(LaunchSpec("ssh", folder="\0no digits")).decode())
+    with pytest.raises(ValueError, match=f"{PLAN}=.* is no plan of dtrun's: .*hex"):
+        spec_of_dtrun()
 
 
 def test_what_is_no_name() -> None:

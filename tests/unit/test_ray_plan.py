@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +26,15 @@ def test_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray.cluster(LaunchSpec("ray")) == "10.0.0.1:6379"
     assert ray.cluster(spec) == "127.0.0.1:6379"
+
+
+def test_its_driver_is_told_of_any_path() -> None:
+    starter = ray.RayStarter.__new__(ray.RayStarter)
+    stdin = BytesIO()
+    starter._driver = SimpleNamespace(stdin=stdin)  # type: ignore[assignment]
+    asked = ray.request(LaunchSpec("ray", most=1, python="/py \udcff", options=THERE))
+    starter._say(asked)
+    assert json.loads(stdin.getvalue()) == asked
 
 
 @pytest.mark.parametrize(

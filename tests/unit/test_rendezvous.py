@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, find_rendezvous
+from disttensor.runtime.launch.rendezvous.rendezvous import Rendezvous, find_rendezvous, url_of
 from disttensor.startup.rendezvous import rendezvous_of
 
 ENVIRONMENT = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "2", "WORLD_SIZE": "5"}
@@ -91,6 +91,11 @@ def test_without_a_word_a_script_meets_nobody(monkeypatch: pytest.MonkeyPatch) -
         rendezvous_of(None, 1, 3, None)
     assert rendezvous_of("env://", None, None, None) == Rendezvous("tcp", "node1", 29500, rank=0, size=5)
     assert rendezvous_of("env://", None, 9, None) == Rendezvous("tcp", "node1", 29500, rank=0, size=9)
+
+
+@pytest.mark.parametrize("path", ["/home/Zoë/job", "/home/\udcff\n/job", "/a?b=1#c%41 d/job"])
+def test_a_file_of_any_name(path: str) -> None:
+    assert find_rendezvous(url_of("file", path)) == Rendezvous("file", path=path)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)

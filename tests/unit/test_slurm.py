@@ -9,7 +9,9 @@ import pytest
 
 from disttensor.cli.checked_options import parse, spec_of
 from disttensor.runtime.host import slurm_env
+from disttensor.runtime.host.launch_spec import LaunchSpec
 from disttensor.runtime.launch.rendezvous.rendezvous import find_rendezvous
+from disttensor.runtime.launch.starters.slurm import SlurmStarter
 from disttensor.startup.rendezvous import rendezvous_of
 
 #: Task 3 of `srun -N2 -n4`, as Slurm 22.05 tells it.
@@ -139,3 +141,15 @@ def test_mpiexec_inside_of_a_job(job: pytest.MonkeyPatch) -> None:
         enter(job, STEP)
         job.setattr(mpi_env, "place", lambda told=told: told)
         assert parse([*options, __file__]).launcher == launcher
+
+
+@pytest.mark.parametrize("path", ["/home/me/job", "/home/\udcff\n/job", "/a?b=1#c%41 d/job"])
+def test_srun_is_told_of_a_file_of_any_name(path: str) -> None:
+    """And of any interpreter: its tasks find what was meant."""
+    starter = SlurmStarter.__new__(SlurmStarter)
+    starter.spec = LaunchSpec("slurm", most=2, python="/py \udcff", options={"connection_file": path})
+    command = starter.srun_command()
+    assert "/py \udcff" in command
+    found = find_rendezvous(command[command.index("--init-method") + 1], environ=STEP)
+    assert found is not None
+    assert found.path == path

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote_from_bytes, unquote, urlsplit
 
 import msgspec
 
@@ -108,17 +108,26 @@ def find_rendezvous(
                 raise ValueError(f"init_method {init_method!r} names no host and port, as in tcp://node1:29500")
             found = Rendezvous(url.scheme, host, port, rank=rank, size=size)
         case "file":
-            path = unquote(url.netloc + url.path)
+            path = _path_of(url)
             if not os.path.isabs(path):
                 raise ValueError(f"init_method {init_method!r} names no absolute path, as in file:///home/me/job")
             found = Rendezvous("file", path=path, rank=rank, size=size)
         case "slurm":
-            found = of_slurm(environ, unquote(url.netloc + url.path), rank, size)
+            found = of_slurm(environ, _path_of(url), rank, size)
         case _:
             raise ValueError(f"init_method {init_method!r} is unknown; it is one of {FORMS}")
     if found is not None:
         _check(found, init_method)
     return found
+
+
+def url_of(scheme: str, path: str) -> str:
+    """Returns the ``init_method`` that names a file, whatever its name is made of."""
+    return f"{scheme}://{quote_from_bytes(os.fsencode(path))}"
+
+
+def _path_of(url: SplitResult) -> str:
+    return unquote(url.netloc + url.path, errors="surrogateescape")  # as the system's names have what is no UTF-8
 
 
 def _of_environment(environ: Mapping[str, str], rank: int | None, size: int | None) -> Rendezvous:

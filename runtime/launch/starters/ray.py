@@ -10,6 +10,7 @@ Each agent has a key pair of its own, which its actor has made, and only these a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -164,7 +165,9 @@ class RayStarter(JoinStarter):
         stdin = self._driver.stdin if self._driver is not None else None
         with contextlib.suppress(OSError):
             if stdin is not None and not stdin.closed:
-                stdin.close() if order is None else stdin.write(msgspec.json.encode(order) + b"\n")
+                # a path that is no UTF-8 has a form in Python's JSON only, which the driver reads
+                text = json.dumps(msgspec.to_builtins(order)).encode()
+                stdin.close() if order is None else stdin.write(text + b"\n")
                 stdin.closed or stdin.flush()
 
     def _hear(self, lines: list[bytes]) -> None:

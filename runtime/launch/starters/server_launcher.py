@@ -26,7 +26,7 @@ from ...host.launcher import Exited, Launcher, Sight, Started
 from ...host.output_options import Output
 from ...process.lifetime import describe_exit, wait_any
 from ...process.renamed import old_names
-from ...protocol.bundle import Bundle
+from ...protocol.bundle import Bundle, told
 from ...protocol.errors import ForkError, StartError
 from ..output.printer import spans
 from ..tree.control import (
@@ -98,7 +98,7 @@ class ServerLauncher(Launcher):
     def show(self, output: Output) -> None:
         with self._using():
             self._shown = True
-            self._wire.say(output)
+            self._wire.say(told(output))
 
     def flush(self, timeout: float) -> None:
         with contextlib.suppress(StartError, ForkError), self._using():

@@ -26,7 +26,7 @@ from ...host.launch_spec import LaunchSpec
 from ...process.lifetime import describe_exit, die_with_parent
 from ...protocol.errors import StartError
 from ..output.lines import shown_in_tail
-from ..rendezvous.rendezvous import of_slurm
+from ..rendezvous.rendezvous import of_slurm, url_of
 from ..rendezvous.worker_cli import worker_command
 from ..tree.control import LaunchFailed
 from ..tree.host_starter import RootPort
@@ -175,7 +175,7 @@ class SlurmStarter(JoinStarter):
         if count > slurm_env.task_count() > 0:
             options.append("--overcommit")
         worker = worker_command(
-            "--init-method", f"slurm://{spec.options['connection_file']}", "--timeout", f"{spec.timeout:g}"
+            "--init-method", url_of("slurm", spec.options["connection_file"]), "--timeout", f"{spec.timeout:g}"
         )
         if spec.python:
             worker[0] = spec.python

@@ -128,7 +128,7 @@ def lead(spec: LaunchSpec, program: Sequence[str], count: int, bind: str, truste
         _check_network(launcher.listen, trusted)
         host, port, store = stack.enter_context(_store(launcher.listen[0]))
         launcher.show(spec.output)
-        env = spec.env | {
+        env = {as_text(name): as_text(value) for name, value in spec.env.items()} | {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",

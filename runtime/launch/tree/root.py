@@ -27,7 +27,7 @@ import msgspec
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
-from ...protocol.bundle import PROTOCOL, VERSION
+from ...protocol.bundle import PROTOCOL, VERSION, understood
 from ...protocol.errors import DisttensorError, ProtocolError
 from ..output.lines import plain
 from ..output.printer import Printer
@@ -155,9 +155,9 @@ class Root:
         for order in self._up.hear():
             match order:
                 case LaunchSpec():
-                    self._begin(order)
+                    self._begin(understood(order))
                 case Output():
-                    self._printer.show(order)
+                    self._printer.show(understood(order))
                 case Flush():
                     # to branches that have nodes: a fork server that still imports answers when it has done so
                     with_nodes = {self._seats.branch_of(rank) for rank in self._seats.pids}

@@ -32,7 +32,7 @@ from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children
 from ...process.page import Page
-from ...protocol.bundle import Bundle, write_bundle
+from ...protocol.bundle import Bundle, understood, write_bundle
 from ...protocol.errors import ProtocolError
 from ..output.lines import Tail
 from ..output.printer import Printer
@@ -186,7 +186,7 @@ class Server:
             match order:
                 case Output():
                     self._upward = order.upward
-                    self._printer.show(order)
+                    self._printer.show(understood(order))
                 case Modules():
                     try:
                         adopt(order.packed)

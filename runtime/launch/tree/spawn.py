@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
+from ...protocol.bundle import told
 from ...protocol.errors import StartError
 from .framed import frame
 
@@ -77,7 +78,7 @@ def node_command(entry: str) -> list[str]:
 
 def _first(sock: socket.socket, word: Output | LaunchSpec) -> None:
     with contextlib.suppress(OSError):  # it has ended already, which the socket's end will tell
-        sock.sendall(frame(word))
+        sock.sendall(frame(told(word)))
 
 
 def _spawn(
