@@ -8,6 +8,7 @@ exchange then. Modules get new parameters there.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,16 +17,21 @@ from typing import Any
 
 import torch
 
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import OWN, DistributedTensor
 from ..runtime.process.signals import uninterrupted
 
 
 def applying(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        """Does as torch's own; TorchScript's modules get tensors on nodes as new parameters."""
+        """Does as torch's own; TorchScript's modules get tensors on nodes as new parameters, and so do modules that a
+        profile sees: whatever else has had the old ones has the new ones then."""
         if not isinstance(self, torch.jit.ScriptModule):
-            return original(self, fn, recurse)
+            names, before = list(self._parameters), list(self._parameters.values())
+            original(self, fn, recurse)
+            if not torch.__future__.get_overwrite_module_params_on_conversion():
+                _follow(self._parameters, names, before)
+            return self
         for child in self.children() if recurse else ():
             child._apply(fn)
         for slots in (self._parameters, self._buffers):
@@ -53,17 +59,48 @@ def _put(slots: Any, name: str, tensor: torch.Tensor, fn: Callable[[torch.Tensor
 
 @uninterrupted
 def unexchangeable(tensor: torch.Tensor) -> bool:
-    """Returns whether a profile, which may have ended, refers to a parameter that nothing else has but its module,
-    which may get another one in its place."""
+    """Returns whether a profile, which may have ended, refers to a parameter or a gradient, and whatever else does can
+    be given another one in its place: modules, optimizers, and all that has it in a dict or a list."""
     other = torch.empty(0)
     try:
         torch._C._swap_tensor_impl(tensor, other)
     except RuntimeError:
-        holders = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, FrameType)]
-        # the module's dict, and the pair that torch's loop over that has at the moment
-        return sum(not isinstance(each, tuple) for each in holders) == 1 and len(holders) <= 2
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks or weakref.getweakrefcount(tensor):
+            return False  # which would be left with the old one
+        others = [each for each in gc.get_referrers(tensor) if not isinstance(each, (FrameType, dict, list))]
+        # torch's loop over a module's parameters has a pair at the moment
+        return len(others) <= 1 and all(isinstance(each, tuple) for each in others)
     torch._C._swap_tensor_impl(tensor, other)
     return False
+
+
+def _follow(parameters: dict[str, Any], names: list[str], before: list[Any]) -> None:
+    """Has everything that has had a module's parameters have those that torch has put in their place."""
+    given: dict[int, tuple[Any, Any]] = {}
+    for name, old in zip(names, before, strict=True):
+        new = parameters.get(name)
+        if old is new or isinstance(old, DistributedTensor) == isinstance(new, DistributedTensor):
+            continue
+        if id(old) in given:  # one parameter by two names
+            parameters[name] = given[id(old)][1]
+            continue
+        given[id(old)] = old, new
+        new.__dict__.update((k, v) for k, v in old.__dict__.items() if k not in OWN)
+
+    def now(value: Any) -> Any:
+        return given[id(value)][1] if id(value) in given else value
+
+    for holder in gc.get_referrers(*[old for old, _ in given.values()]) if given else ():
+        if isinstance(holder, list):
+            holder[:] = map(now, holder)
+        elif isinstance(holder, dict):
+            if any(id(key) in given for key in holder):  # an optimizer's states are by parameter, in their order
+                items = list(holder.items())
+                holder.clear()
+                holder.update((now(key), value) for key, value in items)
+            for key, value in holder.items():
+                if id(value) in given:
+                    holder[key] = now(value)
 
 
 def loading(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
             setattr(tensor, hooks, registered)
     if grad is not None and grad.shape == tensor.shape:
         moved = grad.detach().to(tensor.device, tensor.dtype)
-        if grad.layout is torch.strided:
+        if grad.layout is torch.strided and not unexchangeable(grad):
             grad.data = moved
             moved = grad
         tensor.grad = moved

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import operator
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -101,22 +104,95 @@ def test_saved_from_a_node_it_loads_where_there_are_none(module: nn.Module) -> N
     same(there(X.to("node:0")).detach(), want)
 
 
+class Tied(nn.Module):
+    """One parameter by three names, two of them in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.first.again = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) + x @ self.first.again
+
+
+def trained(model: Tied, optimizer: torch.optim.Optimizer, device: str, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X.to(device)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_optimizers_and_ties_follow_while_a_profile_records_shapes(with_gradients: bool) -> None:
+    """To a node and back, in the middle of training, and whether gradients are there or not."""
+    torch.manual_seed(0)
+    twin = Tied()
+    wanted = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        model = copy.deepcopy(twin)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+        mine = {"all": list(model.parameters())}
+        model.first.weight.tag = "mine"
+        for device in ("cpu", "node:1", "cpu", "node:0"):
+            if not with_gradients:
+                optimizer.zero_grad()
+            model.to(device)
+            optimizer.load_state_dict(optimizer.state_dict())  # its states go to where the parameters are
+            assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in mine["all"]]
+            assert {str(p.device) for p in model.parameters()} == {device}
+            assert model.first.weight is model.second.weight is model.first.again
+            assert model.first.weight.tag == "mine"
+            assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
+            assert all(map(operator.is_, mine["all"], model.parameters()))
+            trained(model, optimizer, device, 2)
+            trained(twin, wanted, "cpu", 2)
+            assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.detach().cpu(), q.detach())
+
+
+def test_a_profile_that_has_seen_gradients_only() -> None:
+    module = nn.Linear(2, 2)
+    module(X).sum().backward()
+    wanted = [p.grad.clone() for p in module.parameters()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        for p in module.parameters():
+            p.grad.mul_(2)
+        module.to("node:1")
+    assert {str(p.grad.device) for p in module.parameters()} == {"node:1"}
+    same([p.grad for p in module.parameters()], [grad * 2 for grad in wanted])
+
+
+HELD: dict[str, Callable[[nn.Parameter], object]] = {
+    "a tuple": lambda p: (p, "mine"),
+    "a hook": lambda p: p.register_hook(lambda g: g),
+    "a hook of accumulation": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+    "a weak reference": weakref.ref,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_what_can_not_follow_is_an_error(held: str) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+        module = nn.Linear(2, 2)
+        keeps = HELD[held](module.weight)
+        with pytest.raises(RuntimeError, match="weakrefs") as caught:
+            module.to("node:1")
+        assert "record_shapes=True" in "".join(caught.value.__notes__)
+        assert module.weight.device.type == "cpu"
+    assert keeps is not None
+
+
 def test_modules_made_while_a_profile_records_shapes() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
-        module, tied = nn.Linear(2, 2), nn.Linear(2, 2)
-        tied.weight = module.weight
-        optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
         alone = Layers()
         want = [t.detach().clone() for t in tensors(alone)]
         alone.to("node:1")
         assert {str(t.device) for t in tensors(alone)} == {"node:1"}
         same([t.detach() for t in tensors(alone)], want)
         alone.half().float().cpu()
-        with pytest.raises(RuntimeError, match="weakrefs") as caught:  # its optimizer would have another parameter
-            module.to("node:1")
-        assert "record_shapes=True" in "".join(caught.value.__notes__)
-        assert any(p is module.weight for p in optimizer.param_groups[0]["params"])
-        assert module.weight.device.type == "cpu"
     late = nn.Linear(2, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
         want = late(X)
