@@ -28,10 +28,10 @@ def applying(original: Callable[..., Any]) -> Callable[..., Any]:
         profile sees: whatever else has had the old ones has the new ones then."""
         if not isinstance(self, torch.jit.ScriptModule):
             names, before = list(self._parameters), list(self._parameters.values())
-            original(self, fn, recurse)
+            moved = original(self, fn, recurse)
             if not torch.__future__.get_overwrite_module_params_on_conversion():
                 _follow(self._parameters, names, before)
-            return self
+            return moved
         for child in self.children() if recurse else ():
             child._apply(fn)
         for slots in (self._parameters, self._buffers):
