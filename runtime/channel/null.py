@@ -17,7 +17,7 @@ from .carrier import Carrier, Parcel, Say
 from .payload import dtype_id, is_plain, scratch
 from .tcp.channel import TcpChannel
 from .tcp.frames import CARRIED, Frame
-from .tcp.sender import Out
+from .tcp.kept import Out
 from .ticket import Ticket, failed
 
 

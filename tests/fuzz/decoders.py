@@ -775,7 +775,7 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "handshake's hello",
-        st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt2" + it),
+        st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt3" + it),
         _greeting,
         covers=("runtime/channel/tcp/handshake.py:Hello.parse",),
     ),

@@ -183,9 +183,9 @@ def test_a_peer_is_not_late_that_was_not_heard_because_the_listener_was_at_anoth
         first, peer = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2))
         for one in (first, peer):
             assert len(one.recv(NONCE)) == NONCE
-        first.sendall(b"DTt2" + bytes(HELLO - 4))
+        first.sendall(b"DTt3" + bytes(HELLO - 4))
         assert stalled.wait(HANG)
-        peer.sendall(b"DTt2" + (1).to_bytes(4, "little") + bytes(HELLO - 8))
+        peer.sendall(b"DTt3" + (1).to_bytes(4, "little") + bytes(HELLO - 8))
         said.set()
         peer.settimeout(HANG)
         with contextlib.suppress(ConnectionError):
@@ -216,7 +216,7 @@ def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> N
             return stack.enter_context(socket.create_connection((host, int(port))))
 
         def say_hello(sock: socket.socket, rank: int) -> None:
-            sock.sendall(b"DTt2" + rank.to_bytes(4, "little") + bytes(HELLO - 8))
+            sock.sendall(b"DTt3" + rank.to_bytes(4, "little") + bytes(HELLO - 8))
 
         peer, first = come(), come()
         for one in (peer, first):

@@ -184,7 +184,10 @@ class TcpChannel(DataChannel):
         return None
 
     def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> str | None:
-        """Handles a hello for the listener. None for a rank that is not known yet: others may know this one before."""
+        """Handles a hello for the listener.
+
+        None for one that comes too early: others may know this one before, or that a connection has broken.
+        """
         peer = self._peers.get(hello.rank)
         if peer is None:
             return None
@@ -192,8 +195,7 @@ class TcpChannel(DataChannel):
         secrets = answer(hello, nonce, self._context.job, me, peer.info.key)
         if secrets is None:
             return f"without the key of rank {hello.rank} and rank {me}"
-        peer.offer(sock, secrets)
-        return ""
+        return "" if peer.offer(sock, secrets) else None
 
     def _look(self) -> None:
         for peer in list(self._peers.values()):

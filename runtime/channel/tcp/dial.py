@@ -21,7 +21,7 @@ from ...host.tcp_info import try_often
 from ...protocol.errors import BrokenError
 from ..base import PeerInfo, Protection
 from ..cipher import no_cipher
-from .handshake import CROSSED, UNFIT, WELCOME, Secrets, call
+from .handshake import CROSSED, UNFIT, WELCOME, Secrets, Standing, call
 from .shield import ENCRYPT, unprotected, wishes
 
 #: On loopback a socket buffer that stays in the CPU's cache beats a large one by a third; between hosts the kernel's
@@ -43,6 +43,10 @@ _PAUSE = 0.2
 #: Seconds after which a hang-up may mean that one of the two got no core: strangers have ``Limits.handshake``.
 #: Such an attempt does not count.
 _LATE = 1.0
+
+
+class DeniedError(BrokenError):
+    """The peer's answer: it does not want this connection, or any other one."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -111,6 +115,7 @@ def dial(
     watch: Callable[[socket.socket | None], bool],
     reached: Callable[[], bool],
     protection: Protection,
+    standing: Standing = Standing(),  # noqa: B008 - immutable
 ) -> tuple[socket.socket | None, Secrets]:
     """Returns a connection to ``info``'s peer and its secrets.
 
@@ -119,7 +124,8 @@ def dial(
 
     The socket is None when the peer calls this one at this moment and its call is the one to use. ``watch`` is given
     each socket before it is used, so that another thread can shut it down, and None before it is closed; ``reached`` is
-    called before the first byte is sent. Each returns False to give up. Raises BrokenError.
+    called before the first byte is sent. Each returns False to give up. Raises BrokenError; DeniedError where it is in
+    vain to call again.
     """
     deadline = time.monotonic() + limit
     hung_up, attempt, waited, began = "", 0, limit, time.monotonic()
@@ -148,7 +154,7 @@ def dial(
             wants, lacks = wishes(protection, sock)
             if wants & ENCRYPT and lacks:
                 raise unprotected(me, info.rank, lacks)
-            verdict, secrets = call(sock, info.key, job, me, info.rank, wants)
+            verdict, secrets = call(sock, info.key, job, me, info.rank, wants, standing)
             if verdict == WELCOME:
                 if secrets.mode & ENCRYPT and (lacks := no_cipher(load=True)):
                     raise unprotected(me, info.rank, lacks)
@@ -159,11 +165,11 @@ def dial(
                 return None, secrets
             if verdict == UNFIT:
                 raise unprotected(me, info.rank, lacks)
-            raise BrokenError(
+            raise DeniedError(
                 f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: it gave up the first "
                 "one, as it does when it cannot reach this rank's port, or one side was started anew"
             )
-        except EOFError as error:
+        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
             hung_up = str(error) or "it hung up"
             attempt += time.monotonic() - began < _LATE
             deadline = time.monotonic() + limit  # it was there

@@ -1,4 +1,4 @@
-"""The peer of a tcp channel: at most one connection in its life, used in both directions.
+"""The peer of a tcp channel: one connection at a time, used in both directions.
 
     users' threads             sender thread                       reader thread (or one that waits for a receive)
     send: small and idle   ->  (nothing: written at once, without blocking)
@@ -10,6 +10,12 @@
 The side that uses the pair first calls the other. If both do at once, the call of the lower rank is used. A receive
 calls too, so that a thread that waits for it notices the peer's death.
 
+A connection that ends while neither end has said ``BYE`` was broken by something between the two, or the peer has died.
+Both call each other then, and go on with what had not arrived (``kept``): nothing is lost, and nothing comes twice. On
+one host a call that is refused says that the peer has died; between hosts a firewall may have refused it, and calls go
+on until the peer's host would be given up, or until somebody else tells of its loss. A new connection begins only when
+no thread uses the old one any more: until then what has arrived is not known.
+
 ``lock`` is held for short, non-blocking steps only. It is re-entrant, since the collector may run a finalizer that
 aborts the channel inside of such a step.
 
@@ -20,6 +26,7 @@ down; a transfer whose memory a thread is using at that moment is failed by that
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import threading
@@ -40,12 +47,18 @@ from ..carrier import Carrier, Say
 from ..cipher import no_cipher
 from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
-from .dial import dial, shut_down, tune_after, unacknowledged
-from .frames import CARRIED, DATA, EAGER, POISON, WORD, Frame
-from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets
+from .dial import DeniedError, dial, shut_down, tune_after, unacknowledged
+from .frames import CARRIED, DATA, EAGER, POISON, RECEIPT, WORD, Frame
+from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets, Standing
+from .kept import Connection, Out
 from .reader import Reader, Receive, ReceiveTicket
-from .sender import Out, Sender
+from .sender import Sender
 from .shield import ENCRYPT, agreed, shield, unprotected, wishes
+
+#: The peer is told how much has arrived after so many frames or bytes, if nothing that is sent has told it by then.
+_TELL, _TELL_BYTES = 32, 256 << 10
+#: Seconds between two calls for a connection in place of one that has broken; the other end calls, too.
+_AGAIN = 0.2
 
 #: Makes an uninitialised CPU tensor of a shape and dtype.
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -102,17 +115,29 @@ class TcpPeer:
         self._claimed: int | None = None  #: the transfer whose tensor is being filled
         self._unanswered = Unanswered()
         self._sender = Sender(self)
-        self.reader: Reader | None = None  #: None until connected
-        self._sock: socket.socket | None = None
+        self.reader: Reader | None = None  #: None while there is no connection
+        self._connection: Connection | None = None
+        self._broken: Connection | None = None  #: the one before, while threads use it
         self._calling: socket.socket | None = None
+        self._standing = Standing(os.urandom(8), 0, 0)  #: that of the last connection
+        self._instance = b""  #: the peer's, once it is known
+        self.received = 0  #: the number of frames that were dealt with
+        self._told_bytes = 0  #: the bytes of those since the peer was told
+        self._progress = 0.0  #: when something arrived, or was told to have arrived, before the connection broke
+        self._why = ""  #: why the last connection has broken
+        self._apart = False  #: it led to another host
         self._expired = ""  #: why the peer sends nothing any more, beyond what has arrived
         self._lingering = False  #: between ``close`` and ``linger``
-        self._users = 0  #: threads that use _sock; the last one closes it
+        self._users = 0  #: threads of this peer's; the last one closes the carrier
         self.threads: list[threading.Thread] = []
 
     def __repr__(self) -> str:
         state = self.failure[1] if self.failure else self._state.value
         return f"<TcpPeer {self.rank} {state} sends={len(self._sender)} receives={len(self._receives)}>"
+
+    @property
+    def _sock(self) -> socket.socket | None:
+        return None if self._connection is None else self._connection.sock
 
     # ***** called by users of the channel *****
 
@@ -167,8 +192,9 @@ class TcpPeer:
     def close(self, why: str) -> None:
         """Ends as ``fail(ClosedError, why)``, but written bytes may still reach the peer: call ``linger`` next."""
         with self.lock:
-            if self.failure is None and self._sock is not None:
+            if self.failure is None and self._connection is not None:
                 self._users += 1
+                self._connection.users += 1
                 self._lingering = True
             victims = self._fail_with_lock(ClosedError, why)
         self._end(victims, ClosedError, why)
@@ -180,11 +206,13 @@ class TcpPeer:
         """
         with self.lock:
             lingers, self._lingering = self._lingering, False
-        if lingers and self._sock is not None:
-            while unacknowledged(self._sock) and time.monotonic() < deadline:
-                time.sleep(0.0005)
-            shut_down(self._sock)
-            self.leave()
+        connection = self._connection
+        if lingers and connection is not None:
+            with suppress(OSError):  # it was reset
+                while unacknowledged(connection.sock) and time.monotonic() < deadline:
+                    time.sleep(0.0005)
+            shut_down(connection.sock)
+            self.leave(connection)
 
     def expire(self, why: str) -> None:
         """Ends the waiting for a peer that sends nothing any more. What it has sent can still be received."""
@@ -216,6 +244,7 @@ class TcpPeer:
         if self.failure is not None:
             return []
         self.failure = kind, why
+        self._sender.part_with_lock()
         victims = [*self._sender.give_up_with_lock(), *(entry.ticket for entry in self._receives.values())]
         self._receives.clear()
         shut_down(self._sock, socket.SHUT_WR if self._lingering else socket.SHUT_RDWR)
@@ -237,10 +266,43 @@ class TcpPeer:
         """Returns whether the peer has ended the connection, even if not all was read."""
         poll = select.poll()
         with self.lock:
+            if self._broken is not None:
+                return True
             if self._sock is None or self._sock.fileno() < 0:
                 return False
             poll.register(self._sock, select.POLLRDHUP)
             return bool(poll.poll(0))
+
+    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None:
+        """Handles the end of a connection: it is made anew, unless the peer does not want that, or is gone.
+
+        Called by threads that use it; once is enough.
+        """
+        why = self.lost(error)
+        with self.lock:
+            if self.failure is not None or connection is not self._connection:
+                return
+            #: ETIMEDOUT: the peer's host has not answered for as long as anybody waits
+            over = self._expired or not wanted or isinstance(error, TimeoutError)
+            victims = self._fail_with_lock(BrokenError, why) if over else []
+            if not over:
+                self._why, self._apart = why, not connection.local
+                self._break_with_lock(connection)
+        if over:
+            self._end(victims, BrokenError, why)
+
+    def _break_with_lock(self, connection: Connection) -> None:
+        self._connection, self._broken, self._state = None, connection, _State.NEW
+        if not self._progress or not self._sender.has_unsettled:
+            self._progress = time.monotonic()
+        shut_down(connection.sock)  # its threads come out; what has arrived can be read still
+        self._sender.detach_with_lock()
+        if self.reader is not None:
+            self.reader.rouse()
+        self.reader = None
+        self._free_with_lock(connection)
+        self._posted.notify_all()
+        self._sender.want_thread_with_lock()
 
     def lost(self, error: Exception) -> str:
         """Returns words for a connection that ended by ``error``."""
@@ -258,41 +320,81 @@ class TcpPeer:
         thread.start()
         return thread
 
-    def leave(self) -> None:
-        """Ends a thread's use of the socket.
-
-        The last one closes it, for the descriptor's number may be used anew at once.
-        """
+    def leave(self, connection: Connection | None = None) -> None:
+        """Ends a thread, and its use of a connection."""
         with self.lock:
             self._users -= 1
-            if self._users == 0 and self._sock is not None:
-                self._sock.close()
-                if self.carrier is not None:
-                    self.carrier.close()
+            if connection is not None:
+                connection.users -= 1
+                self._free_with_lock(connection)
+            if self._users == 0 and self.failure is not None and self.carrier is not None:
+                self.carrier.close()
 
-    def offer(self, sock: socket.socket, secrets: Secrets) -> None:
-        """Takes or refuses a connection on which the peer has proved itself. Called by the listener."""
+    def release(self, connection: Connection) -> None:
+        """Ends a use of a connection."""
+        with self.lock:
+            connection.users -= 1
+            self._free_with_lock(connection)
+
+    def _free_with_lock(self, connection: Connection) -> None:
+        """Closes a connection that has ended once nobody uses it: the descriptor's number may be used anew at once."""
+        if connection.users == 0 and (self.failure is not None or connection is self._broken):
+            connection.sock.close()
+            if connection is self._broken:
+                self._broken = None
+                self._changed.notify_all()
+
+    def offer(self, sock: socket.socket, secrets: Secrets) -> bool:
+        """Takes or refuses a connection on which the peer has proved itself. False: it is to be offered again.
+
+        Called by the listener.
+        """
         victims: list[Ticket] = []
+        over: list[Ticket] = []
         why = ""
         with self.lock:
-            if self.failure is not None or self._state is _State.UP:
-                verdict = TAKEN
-            elif self._state is _State.GREETING and self.me < self.rank:
-                verdict = CROSSED
-            else:
+            verdict = self._judge_with_lock(secrets.standing)
+            if verdict == WELCOME and self._broken is not None:
+                return False
+            if verdict == WELCOME:
                 verdict, why = self._agree(sock, secrets)
             if verdict == UNFIT:
                 victims = self._fail_with_lock(BrokenError, why)
+            secrets.acceptors = Standing(self._standing.instance, secrets.standing.connection, self.received)
             try:
                 sock.send(secrets.verdict(verdict))
             except OSError:
                 verdict = TAKEN
             if verdict == WELCOME:
-                self._set_up_with_lock(sock, secrets.mode, secrets.of_acceptor, secrets.of_initiator)
+                over = self._set_up_with_lock(
+                    sock, secrets.mode, secrets.of_acceptor, secrets.of_initiator, secrets.standing, dialled=False
+                )
             else:
                 sock.close()
         if why:
             self._end(victims, BrokenError, why)
+        for ticket in over:
+            ticket.finish()
+        return True
+
+    def _judge_with_lock(self, theirs: Standing) -> int:
+        """Returns the verdict on a call of the peer. Breaks off a connection that the peer has no more."""
+        if self.failure is not None or (self._instance and self._instance != theirs.instance):
+            return TAKEN
+        mine = self._standing.connection
+        if theirs.connection < mine or self._sender.knew_with_lock(theirs.received):
+            return CROSSED  # it is from before another call, which was faster
+        if not self._sender.knows_with_lock(theirs.received):
+            return TAKEN
+        if self._connection is not None:
+            shared = self._connection.dialled or (self.reader is not None and self.reader.has_read)
+            if theirs.connection == mine and shared:
+                return CROSSED
+            self._why = self.lost(EOFError("the other end has lost it"))
+            self._break_with_lock(self._connection)
+        elif self._state is _State.GREETING and self.me < self.rank:
+            return CROSSED
+        return WELCOME
 
     def _agree(self, sock: socket.socket, secrets: Secrets) -> tuple[int, str]:
         """Decides how payloads are protected, in ``secrets.mode``; returns the verdict, and the reason for UNFIT."""
@@ -306,7 +408,85 @@ class TcpPeer:
         secrets.mode = mode or 0
         return (UNFIT, str(unprotected(self.me, self.rank, lacks))) if mode is None else (WELCOME, "")
 
-    def call_if_new(self) -> None:
+    def has_broken_with_lock(self) -> bool:
+        """Returns whether a connection is to be made in place of one that has broken."""
+        return self._state is _State.NEW and self._standing.connection > 0 and self.failure is None
+
+    def call_if_new(self) -> bool:
+        """Calls the peer unless it has called us. Fails the peer when neither reaches the other. For the sender thread.
+
+        Returns True.
+        """
+        if self._state is not _State.UP:
+            if self._standing.connection:
+                self._call_again()
+            else:
+                self._call_first()
+        return True
+
+    def _call_again(self) -> None:
+        """Makes a connection in place of one that has broken, if nobody has. Fails the peer if that is in vain."""
+        over: Callable[[], bool] = lambda: self.failure is not None or self._state is _State.UP  # noqa: E731
+        with self.lock:
+            wanted = self.has_broken_with_lock()
+            end = self._progress + self._limits.silent
+            if self._progress < time.monotonic() - _AGAIN:  # the one before has brought nothing
+                self._changed.wait_for(over, _AGAIN)
+        why, error = "", ""
+        while wanted and not why:
+            with self.lock:
+                self._changed.wait_for(lambda: over() or self._broken is None, 1.0)
+                left = end - time.monotonic()
+                if over():
+                    return
+                if left <= 0:
+                    why = f"{self._why}; it could not be made again within {self._limits.silent:g} s{error}"
+                    break
+                if self._broken is not None:
+                    continue
+                self._state = _State.CALLING
+            try:
+                wanted = not self._call(min(self._limits.connect, left), min(self._limits.greet, left))
+            except BrokenError as failure:
+                error = f": {failure}"
+                refused = isinstance(failure.__cause__, ConnectionRefusedError) and not self._apart
+                if refused or isinstance(failure, DeniedError):
+                    why = self._why
+            with self.lock:
+                if self._state in (_State.CALLING, _State.GREETING):
+                    self._state = _State.NEW
+                if not why:
+                    self._changed.wait_for(over, _AGAIN)
+        if why:
+            self._fail_unless_up(why)
+
+    def _call(self, limit: float, patience: float) -> bool:
+        """Calls the peer once; returns whether there is a connection now. Raises BrokenError."""
+        with self.lock:
+            standing = Standing(self._standing.instance, self._standing.connection + 1, self.received)
+        sock, secrets = dial(
+            self.info, self._job, self.me, limit, patience, self._watch, self._reached, self._protection, standing
+        )
+        over: list[Ticket] = []
+        if sock is None:
+            return False
+        with self.lock:
+            theirs = secrets.acceptors
+            up = self.failure is None and self._state is _State.GREETING
+            other = self._instance not in (b"", theirs.instance) or not self._sender.knows_with_lock(theirs.received)
+            if up and not other:
+                over = self._set_up_with_lock(
+                    sock, secrets.mode, secrets.of_initiator, secrets.of_acceptor, theirs, dialled=True
+                )
+            else:
+                sock.close()
+        if up and other:
+            raise DeniedError(f"rank {self.rank} at {self.info.address} does not know what rank {self.me} has sent it")
+        for ticket in over:
+            ticket.finish()
+        return up
+
+    def _call_first(self) -> None:
         """Calls the peer unless it has called us. Fails the peer when neither reaches the other. For the sender thread.
 
         One direction is enough: a network may let connections in on one side only.
@@ -317,17 +497,14 @@ class TcpPeer:
                 return
             self._state = _State.CALLING
         try:
-            sock, secrets = dial(
-                self.info, self._job, self.me, self._limits.connect, self._limits.greet, self._watch, self._reached,
-                self._protection,
-            )  # fmt: skip
+            called = self._call(self._limits.connect, self._limits.greet)
         except BrokenError as error:
             with self.lock:
                 over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
                 self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
             self._fail_unless_up(str(error))
             return
-        if sock is None:
+        if not called:
             limit = 2 * (
                 self._limits.connect + self._limits.greet
             )  # its own limit is over before, so that it is the one to say why
@@ -335,12 +512,6 @@ class TcpPeer:
                 self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
             why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
             self._fail_unless_up(f"{why} within {limit:g} s")
-            return
-        with self.lock:
-            if self.failure is None and self._state is _State.GREETING:
-                self._set_up_with_lock(sock, secrets.mode, secrets.of_initiator, secrets.of_acceptor)
-            else:
-                sock.close()
 
     def _fail_unless_up(self, why: str) -> None:
         with self.lock:
@@ -359,28 +530,43 @@ class TcpPeer:
                 self._state = _State.GREETING
             return self.failure is None and self._state is _State.GREETING
 
-    def _set_up_with_lock(self, sock: socket.socket, mode: int, sends: Keys, receives: Keys) -> None:
-        tune_after(sock, self._limits.silent)
-        self._sock, self._state = sock, _State.UP
+    def _set_up_with_lock(
+        self, sock: socket.socket, mode: int, sends: Keys, receives: Keys, theirs: Standing, dialled: bool
+    ) -> list[Ticket]:
+        """Begins a connection; returns tickets to end well once the lock is released."""
+        connection = Connection(sock, dialled)
+        with suppress(OSError):  # it was reset already, as its reader will find out
+            tune_after(sock, self._limits.silent)
+        self._unanswered = Unanswered()
+        self._connection, self._state, self._instance = connection, _State.UP, theirs.instance
+        self._standing = self._standing._replace(connection=theirs.connection)
         shut_down(self._calling)  # the peer was faster
-        self._sender.attach_with_lock(sock, sends.frames, mode, shield(mode, sends.payloads))
-        self.reader = Reader(self, sock, receives.frames, mode, shield(mode, receives.payloads))
+        self.reader = Reader(self, connection, receives.frames, mode, shield(mode, receives.payloads))
+        over = self._sender.attach_with_lock(
+            connection, sends.frames, mode, shield(mode, sends.payloads), theirs.received
+        )
+        connection.users += 1
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
         self.start_with_lock(self.reader.run, "read")
         self._changed.notify_all()
+        return over
 
     def disown(self) -> None:
         """Closes a forked child's descriptors without a word to the peer. Takes no lock: its holder is gone."""
-        for sock in (self._sock, self._calling):
-            if sock is not None:
-                sock.close()
+        for connection in (self._connection, self._broken):
+            if connection is not None:
+                connection.sock.close()
+        if self._calling is not None:
+            self._calling.close()
 
     # ***** called by the reader *****
 
-    def claim(self, transfer: int, patient: bool) -> Receive | None:
+    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive | None:
         """Takes the receive announced for ``transfer``.
 
         Waits for it if ``patient``, else returns None if it isn't there yet. Raises BrokenError after a failure, or
-        when it wasn't announced within ``limits.announce``; ProtocolError if another one is due in its place.
+        when it wasn't announced within ``limits.announce``; ProtocolError if another one is due in its place; EOFError
+        where it would wait and the connection has broken: the peer sends it again.
         """
         limit = self._limits.announce
         deadline = time.monotonic() + limit
@@ -392,6 +578,8 @@ class TcpPeer:
                     raise BrokenError(self.failure[1])
                 if not patient:
                     return None
+                if connection is not self._connection:
+                    raise EOFError("the connection has ended")
                 if self._expired and self._receives:  # it is none of those that are waited for: nobody can go on
                     raise BrokenError(self._expired)
                 if left <= 0:
@@ -417,6 +605,32 @@ class TcpPeer:
     def unclaim(self) -> None:
         """Notes that the claimed receive's memory is no longer used."""
         self._claimed = None
+
+    def return_claim(self, transfer: int, entry: Receive) -> None:
+        """Has the claimed receive wait again: its connection has broken before all of the payload had come."""
+        if entry.tensor is None:
+            entry.view = entry.ticket.tensor = None
+        with self.lock:
+            failure = self.failure
+            if failure is None:
+                self._receives = {transfer: entry, **self._receives}
+        if failure is not None:
+            entry.ticket.fail(*failure)
+
+    def count(self, frame: Frame) -> None:
+        """Notes that a frame was dealt with. Tells the peer now and then, so that it need not keep what it has sent."""
+        self.received += 1
+        self._progress = 0.0
+        self._told_bytes += frame.nbytes if frame.kind == DATA else 0
+        untold = self.received - self._sender.told
+        if untold >= _TELL or (self._told_bytes >= _TELL_BYTES and untold):
+            self._told_bytes = 0
+            self._put(Out(Frame(RECEIPT, 0, 0, 0, 0), None, Ticket()))
+
+    def settle(self, receipt: int) -> None:
+        """Notes the number of frames that the peer has dealt with. Raises ProtocolError."""
+        self._progress = 0.0
+        self._sender.settle(receipt)
 
     def refuse(self, frame: Frame) -> None:
         """Sends a nack, without ever waiting for room to write."""

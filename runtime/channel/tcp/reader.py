@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 import threading
 import time
 from _thread import allocate_lock, get_ident
@@ -26,8 +25,24 @@ from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, Parcel
 from ..payload import byte_view, describe, scratch, store
 from ..ticket import Ticket, poisoned
-from .frames import CARRIED, EAGER, MOST_EXTRA, NACK, POISON, SIZE, WORD, Frame, Opener, nbytes_of
+from .frames import (
+    BYE,
+    CARRIED,
+    COUNTED,
+    EAGER,
+    GONE,
+    MOST_EXTRA,
+    NACK,
+    POISON,
+    RECEIPT,
+    SIZE,
+    WORD,
+    Frame,
+    Opener,
+    nbytes_of,
+)  # fmt: skip
 from .inbound import Inbound
+from .kept import Connection
 from .shield import CHECKSUM, SUM, Shield, checksum
 
 #: Seconds for which the reader thread leaves the connection to waiting threads. A transfer that nobody waits for
@@ -46,9 +61,17 @@ class Peer(Protocol):
     reader: Reader | None
     empty: Callable[..., torch.Tensor]
 
-    def claim(self, transfer: int, patient: bool) -> Receive | None: ...
+    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive | None: ...
 
     def unclaim(self) -> None: ...
+
+    def return_claim(self, transfer: int, entry: Receive) -> None: ...
+
+    def count(self, frame: Frame) -> None: ...
+
+    def settle(self, receipt: int) -> None: ...
+
+    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None: ...
 
     def refuse(self, frame: Frame) -> None: ...
 
@@ -58,7 +81,7 @@ class Peer(Protocol):
 
     def lost(self, error: Exception) -> str: ...
 
-    def leave(self) -> None: ...
+    def leave(self, connection: Connection | None = None) -> None: ...
 
 
 @dataclass(eq=False)
@@ -123,21 +146,25 @@ class ReceiveTicket(Ticket):
 
 
 class Reader:
-    """Reads the frames that ``peer`` sends over ``sock``.
+    """Reads the frames that ``peer`` sends over ``connection``.
 
-    A transfer that it has claimed is ended by it and nobody else.
+    A transfer that it has claimed is ended by it and nobody else; if the connection breaks meanwhile, it returns it.
     """
 
-    def __init__(self, peer: Peer, sock: socket.socket, key: bytes, mode: int, shield: Shield | None) -> None:
+    def __init__(self, peer: Peer, connection: Connection, key: bytes, mode: int, shield: Shield | None) -> None:
         """``key`` is for headers. ``mode`` is what the two have agreed on, bits of ``shield``."""
         self._shield = shield  #: None: payloads come as they are
         self._sum = SUM if mode & CHECKSUM else 0  #: the number of bytes behind a carrier's descriptor
-        self._peer, self._inbound, self._opener = peer, Inbound(sock), Opener(key)
+        self._connection = connection
+        self._peer, self._inbound, self._opener = peer, Inbound(connection.sock), Opener(key)
+        self._over = False  #: nothing more can be read
+        self._receipt = 0  #: the last one that the peer has told
+        self._settled = False  #: the transfer that is read has ended, whatever becomes of its payload
         self._role = allocate_lock()
         self._frame: Frame | None = None  #: a frame whose header was read, and that was not dealt with yet
         self._extra = b""  #: the bytes that came with that frame's header
         self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll.register(connection.sock, select.POLLIN)
         self.parked = False
         self._awaited = False  #: the last frame was small, and somebody waited for it
         self._helped = False  #: another thread has read since the reader thread last looked
@@ -152,10 +179,15 @@ class Reader:
                     self._step_or_fail(patient=True)
                 if self._awaited:
                     self._park()
-        except Exception:  # the peer has failed, and knows why
+        except Exception:  # the peer has failed, or goes on with another connection
             return
         finally:
-            self._peer.leave()
+            self._peer.leave(self._connection)
+
+    @property
+    def has_read(self) -> bool:
+        """True once a frame has come: so the peer has the connection, too."""
+        return self._opener.last >= 0
 
     def help(self, ticket: ReceiveTicket, deadline: float | None) -> None:
         """Reads until ``ticket`` has ended, if the reader thread is parked and the next frames are small and due.
@@ -173,7 +205,7 @@ class Reader:
                         return
                 if not self._step_or_fail(patient=False):
                     return
-        except Exception:  # the ticket has ended with it
+        except Exception:  # the ticket has ended with it, or waits for another connection
             return
         finally:
             self._role.release()
@@ -208,6 +240,8 @@ class Reader:
 
         It must not return the receive to its caller, which would keep the tensor alive until the next frame.
         """
+        if self._over:
+            raise EOFError("nothing more can be read")
         try:
             return self._step(patient)
         except BaseException as error:  # an exit too: the bytes of the frame that were read are lost
@@ -215,12 +249,20 @@ class Reader:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Fails the peer, for an error after which nothing more can be read from it."""
+        """Fails the peer, for an error after which nothing more can be read from it; or only its connection."""
+        self._over = True
         peer, why = self._peer, str(error) or type(error).__name__
         if isinstance(error, (OSError, EOFError)):
-            peer.fail(BrokenError, peer.lost(error))
+            peer.lose(self._connection, error)
         else:
             peer.fail(BrokenError, f"the connection of rank {peer.rank} with rank {peer.me} was given up: {why}")
+
+    def _fail(self, error: BaseException) -> None:
+        """Fails the peer for an error of its carrier, too: another connection would not help."""
+        if isinstance(error, (OSError, EOFError)):
+            self._peer.fail(BrokenError, self._peer.lost(error))
+        else:
+            self._give_up(error)
 
     def _step(self, patient: bool) -> bool:
         frame = self._frame
@@ -228,30 +270,54 @@ class Reader:
             header = self._inbound.take(SIZE)
             self._extra = self._inbound.take(self._extra_size(header)) if header[0] in (CARRIED, WORD) else b""
             frame = self._frame = self._opener.open(header, self._extra)
+            if self._opener.received != self._receipt:
+                self._receipt = self._opener.received
+                self._peer.settle(self._receipt)
         if frame.kind == NACK:
             self._peer.refused(frame)
         elif frame.kind == WORD:
-            self._carrier().hear(self._extra)
-        elif frame.kind == POISON:
-            poisoned_entry = self._peer.claim(frame.transfer, patient)
-            if poisoned_entry is None:
+            try:
+                self._carrier().hear(self._extra)
+            except Exception as error:
+                self._fail(error)
+                raise
+        elif frame.kind in (POISON, GONE):
+            ended = self._peer.claim(frame.transfer, patient, self._connection)
+            if ended is None:
                 return False
             self._peer.unclaim()
-            self._awaited = poisoned_entry.ticket.waited
-            poisoned_entry.ticket.fail(poisoned(frame.nbytes - 1, frame.numel), "")
-        else:
+            self._awaited = ended.ticket.waited
+            if frame.kind == POISON:
+                ended.ticket.fail(poisoned(frame.nbytes - 1, frame.numel), "")
+            else:
+                ended.ticket.fail(BrokenError, self._gone(frame.transfer))
+        elif frame.kind == BYE:
+            self._peer.lose(self._connection, EOFError("it hung up"), wanted=False)
+            raise EOFError("it hung up")
+        elif frame.kind != RECEIPT:
             small = frame.nbytes <= EAGER
-            entry = self._peer.claim(frame.transfer, patient) if small or patient else None
+            entry = self._peer.claim(frame.transfer, patient, self._connection) if small or patient else None
             if entry is None:
                 return False
             self._read(frame, entry)
             self._awaited = small and entry.ticket.waited
         self._frame = None
+        if frame.kind in COUNTED:
+            self._peer.count(frame)
         return True
+
+    def _gone(self, transfer: int) -> str:
+        peer = self._peer
+        return (
+            f"transfer {spoken(transfer)} from rank {peer.rank} to rank {peer.me} broke off: the connection was reset "
+            f"while its last bytes were on their way, and rank {peer.rank} does not have them any more; copies that "
+            "come after it are not concerned: do this one again"
+        )
 
     def _read(self, frame: Frame, entry: Receive) -> None:
         """Ends ``entry``'s transfer. Raises an error that ends the connection, after it has ended the transfer."""
         peer, ticket = self._peer, entry.ticket
+        self._settled = False
         what = f"transfer {spoken(frame.transfer)} from rank {peer.rank} to rank {peer.me}"
         try:
             try:
@@ -266,12 +332,14 @@ class Reader:
                     BrokenError, f"{what}: rank {peer.rank} sends {sends} but rank {peer.me} receives {receives}"
                 )
                 peer.refuse(Frame(NACK, frame.transfer, entry.dtype, entry.numel, 0))
+                self._settled = True
                 self._skip(frame, parcel)
                 return
             if parcel is not None and (self._put(entry, parcel, what) or self._borrow(entry, parcel, what)):
                 return
             target = entry.tensor if entry.tensor is not None else self._make(entry, what)
             if target is None:
+                self._settled = True
                 self._skip(frame, parcel)
                 return
             view, arrived = entry.view, target
@@ -291,8 +359,14 @@ class Reader:
         except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
+            if isinstance(error, (OSError, EOFError)) and frame.kind != CARRIED:
+                if self._settled:
+                    peer.count(frame)
+                else:
+                    peer.return_claim(frame.transfer, entry)
+                raise
             kind, why = peer.failure or (BrokenError, peer.lost(error) if isinstance(error, EOFError) else str(error))
-            self._give_up(error)  # first: who waits for this transfer asks whether the peer is lost
+            self._fail(error)  # first: who waits for this transfer asks whether the peer is lost
             ticket.fail(kind, f"{what} broke off: {why}")
             raise
         peer.unclaim()

@@ -1,7 +1,7 @@
 """The writing half of a tcp peer: a queue, a thread that is started when something had to be queued, and a fast path.
 
 A small frame with nothing queued before it is written by its caller, without blocking: a thread less to wake. Bytes
-that the kernel does not take are left to the sender thread.
+that the kernel does not take are left to the sender thread. What was written is ``Kept`` until its receipt is known.
 
 ``_with_lock`` methods are called with the peer's lock held; it is held for short, non-blocking steps only.
 """
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -23,20 +23,9 @@ from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier
 from ..payload import byte_view, plain
 from ..ticket import Ticket
-from .frames import CARRIED, EAGER, Frame, Sealer
+from .frames import BYE, CARRIED, COUNTED, DATA, EAGER, RECEIPT, Frame, Sealer
+from .kept import Connection, Kept, Out
 from .shield import CHECKSUM, ENCRYPT, Shield, checksum
-
-
-@dataclass(eq=False)
-class Out:
-    """A frame to write. ``tensor`` keeps the memory alive; ``header`` is set once the frame's turn has come."""
-
-    frame: Frame
-    tensor: torch.Tensor | None
-    ticket: Ticket
-    extra: bytes = b""  #: bytes that go with the frame, under its MAC
-    header: bytes = b""  #: bytes to write before the payload
-    rest: bool = False  #: ``header`` holds all that is left to be written
 
 
 class Peer(Protocol):
@@ -47,10 +36,17 @@ class Peer(Protocol):
     lock: threading.RLock
     failure: tuple[type[ChannelError], str] | None
     carrier: Carrier | None
+    received: int
 
     def start_with_lock(self, target: Callable[[], None], what: str) -> threading.Thread: ...
 
-    def call_if_new(self) -> None: ...
+    def call_if_new(self) -> bool: ...
+
+    def has_broken_with_lock(self) -> bool: ...
+
+    def lose(self, connection: Connection, error: Exception) -> None: ...
+
+    def release(self, connection: Connection) -> None: ...
 
     def fail(self, kind: type[ChannelError], why: str) -> None: ...
 
@@ -68,23 +64,56 @@ class Sender:
         self._idle = threading.Condition(peer.lock)  #: notified when there is nothing to write, or of a failure
         self._queue: deque[Out] = deque()
         self._writing: Out | None = None  #: the frame that the thread is writing
-        self._sock: socket.socket | None = None
+        self._connection: Connection | None = None
         self._sealer: Sealer | None = None
         self._mode = 0  #: what the two have agreed on, bits of ``shield``
         self._shield: Shield | None = None  #: None: payloads go as they are
         self._thread: threading.Thread | None = None
+        self._kept = Kept()
+        self.told = 0  #: the number of received frames that the peer was told last
 
     def __len__(self) -> int:
         return len(self._queue) + (self._writing is not None)
 
-    def attach_with_lock(self, sock: socket.socket, key: bytes, mode: int, shield: Shield | None) -> None:
-        """Starts writing: the connection is up. ``key`` is for headers; payloads are protected by ``shield``."""
-        self._sock, self._sealer, self._mode, self._shield = sock, Sealer(key), mode, shield
+    @property
+    def has_unsettled(self) -> bool:
+        """True while something waits to be written, or for its receipt."""
+        return len(self) > 0 or self._kept.sent > self._kept.receipt
+
+    def knew_with_lock(self, receipt: int) -> bool:
+        """Returns whether the peer has said meanwhile that it has dealt with more."""
+        return receipt < self._kept.receipt
+
+    def knows_with_lock(self, receipt: int) -> bool:
+        """Returns whether the peer can have dealt with so many frames."""
+        return self._kept.receipt <= receipt <= self._kept.sent
+
+    def attach_with_lock(
+        self, connection: Connection, key: bytes, mode: int, shield: Shield | None, receipt: int
+    ) -> list[Ticket]:
+        """Starts writing: the connection is up. Begins with what was written to another one and has not arrived.
+
+        ``key`` is for headers; payloads are protected by ``shield``. ``receipt``: the number of frames that the peer
+        has dealt with. Returns tickets to end well once the lock is released. Raises ProtocolError for a wrong receipt.
+        """
+        over = self._kept.settle(receipt)
+        self._queue.extendleft(reversed(self._kept.take()))
+        self._connection, self._sealer, self._mode, self._shield = connection, Sealer(key), mode, shield
+        if self._queue:
+            self.want_thread_with_lock()
         self._work.notify_all()
+        return over
+
+    def detach_with_lock(self) -> None:
+        """Stops writing: the connection has broken, and what was written of frames is void."""
+        self._connection = self._sealer = self._shield = None
+        again = [out for out in self._queue if not out.sealed and out.frame.kind != RECEIPT]
+        self._queue.clear()
+        self._queue.extend(again)
 
     def put_with_lock(self, out: Out) -> None:
         """Writes or queues a frame."""
-        if not (self._sock and out.frame.nbytes <= EAGER and not len(self) and self._write_now_with_lock(out)):
+        if not (self._connection and out.frame.nbytes <= EAGER and not len(self) and self._write_now_with_lock(out)):
             self._queue.append(out)
             self.want_thread_with_lock()
 
@@ -96,11 +125,25 @@ class Sender:
 
     def give_up_with_lock(self) -> list[Ticket]:
         """Empties the queue after the peer's failure; returns its tickets. The frame being written ends by itself."""
-        tickets = [out.ticket for out in self._queue]
+        tickets = [out.ticket for out in (*self._kept.take(), *self._queue) if out is not self._writing]
         self._queue.clear()
         self._work.notify_all()
         self._idle.notify_all()
         return tickets
+
+    def part_with_lock(self) -> None:
+        """Tells the peer that this end does not want to go on, if that can be done between two frames, and at once."""
+        half = self._writing is not None or (self._queue and self._queue[0].sealed)
+        if self._connection is not None and self._sealer is not None and not half:
+            with suppress(OSError):
+                self._connection.sock.send(self._sealer.seal(Frame(BYE, 0, 0, 0, 0)), socket.MSG_DONTWAIT)
+
+    def settle(self, receipt: int) -> None:
+        """Forgets frames that the peer has dealt with, of which it has told the number. Raises ProtocolError."""
+        with self._peer.lock:
+            over = self._kept.settle(receipt)
+        for ticket in over:
+            ticket.finish()
 
     def writing(self) -> Out | None:
         """Returns the frame that the thread is writing."""
@@ -112,16 +155,28 @@ class Sender:
             while len(self) and self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
                 self._idle.wait(left)
 
+    def _seal_with_lock(self, out: Out, sealer: Sealer) -> bytes:
+        """Seals a frame when its turn has come: sequence numbers are those of the wire."""
+        received = self.told = self._peer.received
+        out.header, out.sealed = sealer.seal(out.frame, out.extra, received), True
+        if out.frame.kind in COUNTED:
+            self._kept.add(out)
+        return out.header
+
     def _write_now_with_lock(self, out: Out) -> bool:
         """Writes the bytes that the kernel takes at once. False if some are left, which are in ``out`` then."""
-        if self._sock is None or self._sealer is None:
+        if self._connection is None or self._sealer is None:
             return False
-        header = self._sealer.seal(out.frame, out.extra)
-        payload: memoryview | bytes = byte_view(out.tensor) if out.tensor is not None else b""
+        header = self._seal_with_lock(out, self._sealer)
+        payload = b""
+        if out.tensor is not None:
+            payload = bytes(byte_view(out.tensor))
+            self._kept.hold(out, payload)
+            out.tensor = None
         if self._shield is not None:
             payload = self._shield.pack(self._sealer.last, memoryview(payload))
         try:
-            sent = self._sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
+            sent = self._connection.sock.sendmsg((header, payload), (), socket.MSG_DONTWAIT)
         except OSError:
             # No room, or the end of the connection: the thread will see which, and may call callbacks if it is the end.
             sent = 0
@@ -133,83 +188,101 @@ class Sender:
 
     def _run(self) -> None:
         try:
-            self._peer.call_if_new()
-            while self._write_next():
+            while self._peer.call_if_new() and self._write_next():
                 pass
         finally:
             self._peer.leave()
 
     def _write_next(self) -> bool:
-        """Waits for the next frame and writes it; False after a failure. Keeps no tensor alive while it waits."""
+        """Waits for the next frame and writes it; False after a failure. Keeps no tensor alive while it waits.
+
+        Returns, too, when the connection has broken.
+        """
         with self._peer.lock:
-            while not self._queue or self._sealer is None:
+            while not self._queue or self._connection is None:
                 if self._peer.failure is not None:
                     return False
+                if self._peer.has_broken_with_lock():
+                    return True
                 self._work.wait()
+            connection = self._connection
+            connection.users += 1
             out = self._writing = self._queue.popleft()
-        self._write(out)
+        self._write(out, connection)
         return True
 
-    def _seal(self, out: Out) -> None:
-        """Seals a frame when its turn has come: sequence numbers are those of the wire.
-
-        Large tensors may go to the carrier.
-        """
-        sealer, carrier = self._sealer, self._peer.carrier
-        if sealer is None:
-            raise OSError("it was closed")
+    def _stage(self, out: Out) -> torch.Tensor | None:
+        """Gives a large tensor to the carrier, or returns it as one to be written."""
+        if out.tensor is None or out.rest or out.frame.kind != DATA:
+            return None
+        carrier = self._peer.carrier
         if carrier is not None and not carrier.local and self._mode & ENCRYPT:
             carrier = None  # what it carries would leave the host in clear
-        if carrier is not None and out.tensor is not None and out.frame.nbytes > EAGER:
+        if carrier is not None and out.frame.nbytes > EAGER:
             descriptor = carrier.stage(out.tensor)
             if descriptor is not None:
                 if self._mode & CHECKSUM:
                     descriptor += checksum(out.tensor)
-                out.frame, out.extra, out.rest = out.frame._replace(kind=CARRIED), descriptor, True
-        out.header = sealer.seal(out.frame, out.extra)
+                out.frame, out.extra = out.frame._replace(kind=CARRIED), descriptor
+                return None
+        return plain(out.tensor)
 
-    def _write(self, out: Out) -> None:
+    def _write(self, out: Out, connection: Connection) -> None:
+        written, copy = False, b""
         try:
-            sock = self._sock
-            if sock is None:
-                raise OSError("it was closed")
-            if not out.rest:
-                self._seal(out)
-            if out.rest or out.tensor is None:
-                sock.sendall(out.header)
-                if out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
-                    self._peer.carrier.carry(out.tensor)
-            else:
-                self._write_payload(sock, out.header, plain(out.tensor))
-        except Exception as error:  # not only OSError: a frame of which a part is missing ends the connection
+            tensor = self._stage(out)
+            payload = memoryview(out.copy or b"") if tensor is None else byte_view(tensor)
+            written = self._write_to(connection, out, payload)
+            if written and out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
+                self._peer.carrier.carry(out.tensor)
+            if written and out.sealed and not out.rest and len(payload) <= connection.most:
+                copy = out.copy or bytes(payload)
+        except Exception as error:  # a frame of which a part is missing ends it all
+            written = False
             self._peer.fail(BrokenError, self._peer.lost(error))
-            kind, why = self._peer.failure or (BrokenError, str(error))
-            self._wrote()
-            out.ticket.fail(kind, self._what(out, why))
-        else:
-            self._wrote()
-            out.ticket.finish()
-
-    def _write_payload(self, sock: socket.socket, header: bytes, tensor: torch.Tensor) -> None:
-        payload = byte_view(tensor)
-        if self._shield is not None and self._sealer is not None:
-            sock.sendall(header, socket.MSG_MORE if len(payload) else 0)
-            self._shield.send(self._sealer.last, payload, sock)
-            return
-        sent = sock.sendmsg((header, payload))
-        if sent < len(header):
-            sock.sendall(header[sent:])
-            sent = len(header)
-        rest = payload[sent - len(header) :]
-        if rest:  # sending nothing would still fail if the peer has read it all and closed
-            sock.sendall(rest)
-
-    def _wrote(self) -> None:
         # Before the ticket ends: a thread that waited for it and sends again may then write by itself.
         with self._peer.lock:
             self._writing = None
+            failure = self._peer.failure
+            if written:
+                out.tensor = None
+                if copy and out.sealed:
+                    self._kept.hold(out, copy)
             if not self._queue:
                 self._idle.notify_all()
+        self._peer.release(connection)
+        if written:
+            out.ticket.finish()
+        elif failure is not None:
+            out.ticket.fail(failure[0], self._what(out, failure[1]))
+
+    def _write_to(self, connection: Connection, out: Out, payload: memoryview) -> bool:
+        """Writes a frame. False if the connection has broken: it is written to the next one."""
+        with self._peer.lock:
+            if self._connection is not connection or self._sealer is None:
+                if not out.sealed and not out.rest and self._peer.failure is None:
+                    self._queue.appendleft(out)
+                return False
+            header = out.header if out.rest else self._seal_with_lock(out, self._sealer)
+            number, shield, sock = self._sealer.last, self._shield, connection.sock
+        try:
+            if out.rest or not len(payload):
+                sock.sendall(header)
+            elif shield is not None:
+                sock.sendall(header, socket.MSG_MORE)
+                shield.send(number, payload, sock)
+            else:
+                sent = sock.sendmsg((header, payload))
+                if sent < len(header):
+                    sock.sendall(header[sent:])
+                    sent = len(header)
+                rest = payload[sent - len(header) :]
+                if rest:  # sending nothing would still fail if the peer has read it all and closed
+                    sock.sendall(rest)
+        except OSError as error:
+            self._peer.lose(connection, error)
+            return False
+        return True
 
     def _what(self, out: Out, why: str) -> str:
         number = spoken(out.frame.transfer)

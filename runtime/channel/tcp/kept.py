@@ -1,0 +1,116 @@
+"""The frames that were sent, until the peer has said that it has dealt with them: those may have to be sent again.
+
+A connection may break while both of its ends live: a firewall or a proxy resets it. The next one goes on with the first
+frame that the peer has not dealt with, so nothing is lost, and nothing comes twice. What was written may be gone,
+though, and its memory may be another's by then. So of small payloads a copy is kept. Of a large one there is none:
+while it is being written its memory is its own, and it is sent again from its beginning; once it was handed over, only
+its last bytes can have been lost, and then ``GONE`` takes its place, which fails that one transfer.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ...protocol.errors import ProtocolError
+from ..ticket import Ticket
+from .frames import DATA, EAGER, GONE, Frame
+from .shield import is_local
+
+#: The largest payload of which a copy is kept where the network is between: what fits into the kernels' buffers, and so
+#: may be on its way for long. On one host nobody resets a connection, and the copy would take as long as the transfer.
+MOST_OF_ONE = 4 << 20
+#: The most bytes of copies for one peer: one that says nothing does not fill this one's memory.
+MOST = 64 << 20
+
+
+@dataclass(eq=False)
+class Out:
+    """A frame to write. ``tensor`` keeps the memory alive; ``header`` is set once the frame's turn has come."""
+
+    frame: Frame
+    tensor: torch.Tensor | None
+    ticket: Ticket
+    extra: bytes = b""  #: bytes that go with the frame, under its MAC
+    header: bytes = b""  #: bytes to write before the payload
+    rest: bool = False  #: ``header`` holds all that is left to be written
+    sealed: bool = False  #: it has its number on this connection, and may have been written in part
+    copy: bytes | None = None  #: the payload, where ``tensor`` is not its any more
+
+
+class Connection:
+    """One of the connections that a pair has one after the other. ``users``: threads that use its socket."""
+
+    def __init__(self, sock: socket.socket, dialled: bool) -> None:
+        """``dialled``: this end has called, so it knows that the other one has it, too."""
+        self.sock, self.dialled, self.users = sock, dialled, 0
+        try:
+            self.local = is_local(sock)
+        except OSError:  # it has ended already
+            self.local = False
+        self.most = EAGER if self.local else MOST_OF_ONE  #: the largest payload of which a copy is kept
+
+
+class Kept:
+    """The frames that were sent and are not known to have been dealt with, in order. Used with the peer's lock held."""
+
+    def __init__(self) -> None:
+        self._outs: deque[Out] = deque()
+        self.receipt = 0  #: the number of frames that the peer has dealt with
+        self._held = 0  #: bytes of copies
+
+    @property
+    def sent(self) -> int:
+        """The number of frames that were sent."""
+        return self.receipt + len(self._outs)
+
+    def add(self, out: Out) -> None:
+        """Notes a frame that is about to be written."""
+        self._outs.append(out)
+
+    def hold(self, out: Out, copy: bytes) -> None:
+        """Keeps a copy of the payload of one that was written, or is about to be."""
+        out.copy = copy
+        self._held += len(copy)
+        if self._held > MOST:
+            for old in self._outs:
+                if old.copy is not None and old is not out:
+                    self._held -= len(old.copy)
+                    old.copy = None
+                if self._held <= MOST:
+                    break
+
+    def settle(self, receipt: int) -> list[Ticket]:
+        """Forgets what the peer has dealt with; returns its tickets, to be ended well without the lock.
+
+        Raises ProtocolError for a number that cannot be.
+        """
+        if not self.receipt <= receipt <= self.sent:
+            raise ProtocolError(f"it has received {receipt} frames, of {self.receipt} to {self.sent}")
+        over = [self._outs.popleft() for _ in range(receipt - self.receipt)]
+        self.receipt = receipt
+        for out in over:
+            out.sealed = False
+            self._held -= len(out.copy or b"")
+        return [out.ticket for out in over]
+
+    def tickets(self) -> list[Ticket]:
+        return [out.ticket for out in self._outs]
+
+    def take(self) -> list[Out]:
+        """Takes all, to be sent again."""
+        again = [_anew(out) for out in self._outs]
+        self._outs.clear()
+        self._held = 0
+        return again
+
+
+def _anew(out: Out) -> Out:
+    """Returns what to send for a frame in the next connection."""
+    out.header, out.rest, out.sealed = b"", False, False
+    if out.frame.kind == DATA and out.copy is None and (out.tensor is None or out.ticket.is_completed()):
+        out.frame, out.tensor = Frame(GONE, out.frame.transfer, 0, 0, 0), None
+    return out
