@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import zmq
 import zmq.backend
 
+from ..host import descriptors
 from ..host.silence import Silence
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
@@ -54,7 +55,11 @@ class Curve(NamedTuple):
 
 #: Invariant 10: sockets of ZeroMQ are made in this module only.
 def context() -> Context:
-    """Makes a context for one owner: the ZAP handler is per context, and closing it ends its sockets and threads."""
+    """Makes a context for one owner: the ZAP handler is per context, and closing it ends its sockets and threads.
+
+    Raises OSError where this process has too few file descriptors left: libzmq would end it.
+    """
+    descriptors.check_context()
     return zmq.Context(1)
 
 

@@ -80,6 +80,7 @@ class ZmqHub(Hub):
         self._gone: list[int] = []
         self._leaving: list[int] = []  # nodes whose connections have ended, while messages of theirs may be left
         self._dropped = 0
+        self._ctx = sockets.context()
         self._left = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while ``drain`` has left messages
         self._more = False  # whether it is
         self._closed = False
@@ -88,7 +89,6 @@ class ZmqHub(Hub):
         self._around = _PLAIN_FRAME if server_keys is None else _CURVE_FRAME
         self._received: dict[int, tuple[int, int]] = {}  #: what had arrived when it was looked at last
         self._emptied = False  #: whether all messages were taken since then
-        self._ctx = sockets.context()
         curve = sockets.Curve(*server_keys) if server_keys else None
         self._sock = sockets.router(self._ctx, endpoints[0], curve, unread, silence)
         self._zap_handler = ZapHandler(self._ctx, self._sock, keys)
