@@ -844,6 +844,24 @@ def test_a_listener_without_descriptors_says_so(monkeypatch, caplog):
         one.close()
 
 
+def test_who_has_no_descriptors_to_call_says_so_at_once(monkeypatch):
+    """It does not wait for the peer's call, which it could not take."""
+
+    def none_left(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    a, b = channel(0), channel(1)
+    a.connect({1: PeerInfo(1, b.address(), KEY)})
+    monkeypatch.setattr("disttensor.runtime.channel.tcp.dial.tune_before", none_left)
+    with (
+        within(1.0),
+        pytest.raises(BrokenError, match=rf"no file descriptors left to call rank 1; process {os.getpid()} "),
+    ):
+        a.isend(torch.ones(1), 1, 0).wait(20)
+    for one in (a, b):
+        one.close()
+
+
 def test_a_rank_started_anew():
     """A second connection of a rank is refused, until the master tells of a new key."""
     master, a, b = connected(3)

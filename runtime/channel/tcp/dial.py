@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ...host import descriptors
 from ...host.addresses import first_to_answer
 from ...host.interfaces import is_loopback
 from ...host.tcp_info import try_often
@@ -46,7 +47,7 @@ _LATE = 1.0
 
 
 class DeniedError(BrokenError):
-    """The peer's answer: it does not want this connection, or any other one."""
+    """The reason why no call can succeed: the peer does not want this connection, or any other one."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -184,6 +185,9 @@ def dial(
                 hung_up = str(error)
                 time.sleep(_PAUSE)  # the link may be back in time
                 continue
+            if descriptors.is_shortage(error):  # nor could it take the peer's call
+                why = f"rank {me} has no file descriptors left to call rank {info.rank}; {descriptors.limit()}"
+                raise DeniedError(why) from error
             raise BrokenError(f"rank {me} cannot reach rank {info.rank} at {info.address}: {error}") from error
         finally:
             if sock is not None:

@@ -499,9 +499,10 @@ class TcpPeer:
         try:
             called = self._call(self._limits.connect, self._limits.greet)
         except BrokenError as error:
-            with self.lock:
-                over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
-                self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
+            if not isinstance(error, DeniedError):
+                with self.lock:
+                    over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
+                    self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
             self._fail_unless_up(str(error))
             return
         if not called:
