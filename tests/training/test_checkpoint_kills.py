@@ -102,6 +102,38 @@ def threads() -> Iterator[None]:
         yield
 
 
+def test_threads_that_save_to_one_folder_have_their_turns_or_are_refused_by_name(tmp_path: Path) -> None:
+    """Again and again, one of them beside the script: none waits for good, and what is there is one save's, whole."""
+    states: list[dict[str, Any]] = []
+    ended: list[int] = []
+    refused: list[OSError] = []
+
+    def saves(k: int) -> None:
+        for _ in range(10):
+            try:
+                if k:
+                    async_save(states[k], tmp_path / "c").wait()
+                else:
+                    save(states[k], tmp_path / "c")
+            except OSError as error:
+                assert "one save at a time writes a checkpoint" in str(error)  # noqa: PT017 - or it is its turn
+                refused.append(error)
+            else:
+                ended.append(k)
+
+    with threads():
+        states += [program(float(k)) for k in range(2)]
+        both = [threading.Thread(target=saves, args=(k,), daemon=True) for k in range(2)]
+        for one in both:
+            one.start()
+        for one in both:
+            one.join(HANG)
+        assert not any(one.is_alive() for one in both)
+        assert len(ended) + len(refused) == 20
+        assert ended
+        assert loaded(tmp_path / "c") in ((0.0,) * 4, (1.0,) * 4)
+
+
 def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
     ended = threading.Event()
     with threads():
