@@ -292,7 +292,7 @@ def test_a_connection_that_does_not_come_back_is_given_up_in_words(local, monkey
             BrokenError, match="rank 0 closed its end or died; its connection with rank 1 is gone"
         ) as caught:
             receive.wait(20)
-        assert ("could not be made again within 0.3 s" in str(caught.value)) is not local
+        assert ("no other one has come about, or has brought anything, within 0.3 s" in str(caught.value)) is not local
         with pytest.raises(BrokenError, match="rank 1 closed its end or died"):
             a.irecv(torch.zeros(5), 1, 3).wait(20)
 
@@ -304,7 +304,7 @@ def test_one_that_breaks_in_the_same_place_each_time_is_given_up_in_words():
         receive = b.irecv(torch.zeros(LARGE), 0, 2)
         send = a.isend(torch.zeros(LARGE), 1, 2)
         for one in (receive, send):
-            with pytest.raises(BrokenError, match=r"could not be made again within 0.3 s|closed its end or died"):
+            with pytest.raises(BrokenError, match=r"within 0.3 s|closed its end or died"):
                 one.wait(20)
 
 

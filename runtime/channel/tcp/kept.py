@@ -10,6 +10,7 @@ its last bytes can have been lost, and then ``GONE`` takes its place, which fail
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, dialled: bool) -> None:
         """``dialled``: this end has called, so it knows that the other one has it, too."""
-        self.sock, self.dialled, self.users = sock, dialled, 0
+        self.sock, self.dialled, self.users, self.since = sock, dialled, 0, time.monotonic()
         try:
             self.local = is_local(sock)
         except OSError:  # it has ended already

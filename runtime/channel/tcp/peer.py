@@ -282,14 +282,25 @@ class TcpPeer:
         with self.lock:
             if self.failure is not None or connection is not self._connection:
                 return
-            #: ETIMEDOUT: the peer's host has not answered for as long as anybody waits
-            over = self._expired or not wanted or isinstance(error, TimeoutError)
+            if time.monotonic() - connection.since > self._limits.silent:  # it was a good one
+                self._progress = 0.0
+            # ETIMEDOUT: the peer's host has not answered for as long as anybody waits
+            over = bool(self._expired) or not wanted or isinstance(error, TimeoutError)
+            if not over and self._sender.has_unsettled and self._left_with_lock() <= 0:  # each one breaks too soon
+                over, why = True, self._in_vain(why)
             victims = self._fail_with_lock(BrokenError, why) if over else []
             if not over:
                 self._why, self._apart = why, not connection.local
                 self._break_with_lock(connection)
         if over:
             self._end(victims, BrokenError, why)
+
+    def _left_with_lock(self) -> float:
+        """Returns the seconds that are left for connections that bring nothing."""
+        return (self._progress or time.monotonic()) + self._limits.silent - time.monotonic()
+
+    def _in_vain(self, why: str) -> str:
+        return f"{why}; no other one has come about, or has brought anything, within {self._limits.silent:g} s"
 
     def _break_with_lock(self, connection: Connection) -> None:
         self._connection, self._broken, self._state = None, connection, _State.NEW
@@ -429,18 +440,17 @@ class TcpPeer:
         over: Callable[[], bool] = lambda: self.failure is not None or self._state is _State.UP  # noqa: E731
         with self.lock:
             wanted = self.has_broken_with_lock()
-            end = self._progress + self._limits.silent
             if self._progress < time.monotonic() - _AGAIN:  # the one before has brought nothing
                 self._changed.wait_for(over, _AGAIN)
         why, error = "", ""
         while wanted and not why:
             with self.lock:
                 self._changed.wait_for(lambda: over() or self._broken is None, 1.0)
-                left = end - time.monotonic()
+                left = self._left_with_lock()
                 if over():
                     return
                 if left <= 0:
-                    why = f"{self._why}; it could not be made again within {self._limits.silent:g} s{error}"
+                    why = f"{self._in_vain(self._why)}{error}"
                     break
                 if self._broken is not None:
                     continue
@@ -546,6 +556,8 @@ class TcpPeer:
         over = self._sender.attach_with_lock(
             connection, sends.frames, mode, shield(mode, sends.payloads), theirs.received
         )
+        if over:
+            self._progress = 0.0
         connection.users += 1
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         self.start_with_lock(self.reader.run, "read")
@@ -630,8 +642,8 @@ class TcpPeer:
 
     def settle(self, receipt: int) -> None:
         """Notes the number of frames that the peer has dealt with. Raises ProtocolError."""
-        self._progress = 0.0
-        self._sender.settle(receipt)
+        if self._sender.settle(receipt):
+            self._progress = 0.0
 
     def refuse(self, frame: Frame) -> None:
         """Sends a nack, without ever waiting for room to write."""

@@ -138,12 +138,16 @@ class Sender:
             with suppress(OSError):
                 self._connection.sock.send(self._sealer.seal(Frame(BYE, 0, 0, 0, 0)), socket.MSG_DONTWAIT)
 
-    def settle(self, receipt: int) -> None:
-        """Forgets frames that the peer has dealt with, of which it has told the number. Raises ProtocolError."""
+    def settle(self, receipt: int) -> bool:
+        """Forgets frames that the peer has dealt with, of which it has told the number; returns whether there are any.
+
+        Raises ProtocolError.
+        """
         with self._peer.lock:
             over = self._kept.settle(receipt)
         for ticket in over:
             ticket.finish()
+        return bool(over)
 
     def writing(self) -> Out | None:
         """Returns the frame that the thread is writing."""
