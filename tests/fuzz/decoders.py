@@ -928,7 +928,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/host/mpi_env.py:world": _MPIS,
     "runtime/launch/entry.py:main": _OWN,
     "runtime/launch/output/lines.py:": _OWN,
-    "runtime/launch/starters/mpi.py:MpiProcesses.gather.look": _MPIS,
+    "runtime/launch/starters/mpi.py:MpiProcesses.gather.one_came": _MPIS,
     "runtime/launch/starters/mpi_node.py:_work": _MPIS,
     "runtime/launch/starters/ray.py:RayStarter._hear": _OWN,
     "runtime/launch/starters/ray_driver.py:NodeActor.where": _OWN,
