@@ -59,4 +59,5 @@ def test_a_loss_reaches_a_node_that_waits_for_the_lost_one(beside: bool, monkeyp
             x.sum().item()
         if not beside:  # by the end of its connection, or beside after all
             with pytest.raises(dt.NodeLost, match=r"node 1 .* is lost: for a test"):
-                dt.synchronize(0)
+                waiting.sum().item()
+        dt.synchronize(0)  # the loss was told
