@@ -1,4 +1,4 @@
-"""Where a node's default device is in its host: its NUMA node, and the PCIe root that a GPU is attached to.
+"""The place of a node's default device in its host: its NUMA node, and the PCIe root that a GPU is attached to.
 
 The kernel says it in /sys. Of a CPU it is the NUMA node of the CPUs that the process may run on, where that is one; of
 a GPU what the folder of its PCI device says, which lies below that of its root. None of it has been seen with a GPU.
@@ -17,7 +17,7 @@ from .affinity import listed
 
 
 class Topology(NamedTuple):
-    """Where a device is in its host."""
+    """The place of a device in its host."""
 
     numa: int = -1  #: the number of its NUMA node; -1 where the kernel does not say one
     pcie_root: str = ""  #: of a GPU: its PCIe root, such as pci0000:3a; "" where there is none
