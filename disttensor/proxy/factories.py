@@ -124,7 +124,7 @@ def dist_send(
     return self.to(place.device, non_blocking=non_blocking)  # type: ignore[return-value]
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _kind(tensor: Any) -> str:
     """Returns the device of a node on which a tensor stays when it is sent there."""
     if isinstance(tensor, DistributedTensor):
         return "cuda" if tensor._place.is_cuda() else "cpu"

@@ -114,9 +114,9 @@ def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool =
     return _After(target, lambda: view) if async_op else None
 
 
-def _operand(value: Any, target: DistributedTensor) -> torch.Tensor:
+def _operand(value: Any, target: DistributedTensor) -> Any:
     """Returns what is written to ``target``, with the values from before where the two may overlap."""
-    source: torch.Tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    source: Any = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     source = source.detach()
     if isinstance(source, DistributedTensor) and source._place is target._place:
         return source.clone()  # torch's kernel would read what it has written
