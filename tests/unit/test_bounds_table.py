@@ -29,6 +29,7 @@ TABLE = {
         "_MOST_ASKED": _KERNELS,
     },
     "runtime/channel/tcp/frames.py": {"MOST_EXTRA": "words and descriptors of carriers: " + _OURS},
+    "runtime/channel/tcp/kept.py": {"MOST": _KEPT, "MOST_OF_ONE": _KEPT},
     "runtime/collective/cut.py": {"_MOST": "how finely a tensor is cut, and not what may come"},
     "runtime/collective/exchange.py": {"_MOST_SENDS": _KEPT},
     "runtime/collective/shared_pages.py": {"MOST": "more ranks take another algorithm"},
