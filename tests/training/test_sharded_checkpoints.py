@@ -679,6 +679,45 @@ def test_a_disk_that_is_full_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+FULL = """
+import os
+import sys
+import torch
+import disttensor as dt
+
+folder = sys.argv[1]
+if __name__ == "__main__":
+    with dt.init_master_worker(nodes=2, threads=1):
+        for numel in (20_000, 60_000, 1_000_000):
+            try:
+                values = {"x": torch.ones(numel, device="node:1"), "y": torch.ones(9, device="node:0")}
+                dt.checkpoint.save(values, folder + "/c")
+                print("saved")
+            except OSError as error:
+                print(str(error).partition(": /")[0], "distcp can't be written on host" in str(error))
+        whole = torch.zeros(20_000, device="node:0")
+        dt.checkpoint.load({"x": whole}, folder + "/c")
+        print(whole.sum().item(), os.listdir(folder), len(os.listdir(folder + "/c")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault(47)
+def test_a_file_system_that_is_full(tmp_path: Path) -> None:
+    """A tmpfs of 256 KiB in a namespace: a first checkpoint fits, neither of the next two fits beside it."""
+    program, folder = tmp_path / "program.py", tmp_path / "full"
+    program.write_text(FULL)
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=256k none {folder}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no namespaces of users and mounts here")
+    run = f"{mount} && exec {sys.executable} {program} {folder}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", run], capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    full = "[Errno 28] No space left on device True"
+    assert done.stdout.splitlines() == ["saved", full, full, "20000.0 ['c'] 4"]
+
+
 @pytest.mark.fault(47)
 @pytest.mark.usefixtures("small_files")
 def test_a_file_that_can_not_be_written(tmp_path: Path) -> None:
