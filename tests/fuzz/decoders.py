@@ -47,7 +47,8 @@ from disttensor.runtime.channel.shm.segments import DESCRIPTOR, Mappings, Segmen
 from disttensor.runtime.channel.shm.sharing import Sharing
 from disttensor.runtime.channel.tcp import handshake
 from disttensor.runtime.channel.tcp.dial import split_address
-from disttensor.runtime.channel.tcp.frames import DATA, SIZE, WORD, Frame, Opener, Sealer, nbytes_of
+from disttensor.runtime.channel.tcp.frames import BYE, DATA, SIZE, Frame, Opener, Sealer, nbytes_of
+from disttensor.runtime.channel.tcp.kept import Connection, Kept
 from disttensor.runtime.channel.tcp.reader import Reader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
 from disttensor.runtime.endpoints import frames as endpoint_frames
@@ -277,7 +278,7 @@ def _output(data: bytes) -> None:
 _KEY = bytes(range(32))
 _HEADS = st.builds(
     Frame,
-    st.one_of(st.integers(DATA, WORD), st.integers(0, 255)), st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 255),
+    st.one_of(st.integers(DATA, BYE), st.integers(0, 255)), st.sampled_from([0, 1, 2**64 - 1]), st.integers(0, 255),
     st.sampled_from([0, 4, 2**63, 2**64 - 1]), st.sampled_from([0, 1, 16, 2**63, 2**64 - 1]),
 )  # fmt: skip
 
@@ -296,12 +297,15 @@ class _Reading:
 
     def __init__(self) -> None:
         self.failed: list[type[ChannelError]] = []
+        self.kept = Kept()
 
-    def claim(self, transfer: int, patient: bool) -> Receive:
+    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive:
         tensor = torch.empty(4)
         return Receive(tensor, 0, 4, byte_view(tensor), ReceiveTicket(self))  # type: ignore[arg-type]
 
     def unclaim(self) -> None: ...
+    def return_claim(self, transfer: int, entry: Receive) -> None: ...
+    def count(self, frame: Frame) -> None: ...
     def refuse(self, frame: Frame) -> None: ...
     def refused(self, frame: Frame) -> None: ...
 
@@ -309,21 +313,27 @@ class _Reading:
         if not self.failed:  # as a peer, which fails once
             self.failed.append(kind)
 
+    def settle(self, receipt: int) -> None:
+        self.kept.settle(receipt)
+
+    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None:
+        self.fail(BrokenError, "")
+
     def lost(self, error: Exception) -> str:
         return "lost"
 
 
 def _connection(mode: int, shield: Callable[[], Shield | None], data: bytes) -> None:
-    """Bytes of a peer that has the key: 41 bytes of fields are sealed here, what follows them is sent as it is."""
-    fields, rest = data[:26].ljust(26, b"\0"), data[26:]
-    kind, dtype, transfer, numel, nbytes = struct.unpack("<BBQQQ", fields)
+    """Bytes of a peer that has the key: 34 bytes of fields are sealed here, what follows them is sent as it is."""
+    fields, rest = data[:34].ljust(34, b"\0"), data[34:]
+    kind, dtype, received, transfer, numel, nbytes = struct.unpack("<BBQQQQ", fields)
     mine, theirs = socket.socketpair()
     with mine, theirs:
         extra = rest if kind in (4, 5) else b""
-        theirs.send(Sealer(_KEY).seal(Frame(kind, transfer, dtype, numel, nbytes), extra) + rest)
+        theirs.send(Sealer(_KEY).seal(Frame(kind, transfer, dtype, numel, nbytes), extra, received) + rest)
         theirs.shutdown(socket.SHUT_WR)
         peer = _Reading()
-        reader = Reader(peer, mine, _KEY, mode, shield())  # type: ignore[arg-type]
+        reader = Reader(peer, SimpleNamespace(sock=mine), _KEY, mode, shield())  # type: ignore[arg-type]
         try:
             while True:
                 reader._step_or_fail(patient=True)
@@ -333,12 +343,15 @@ def _connection(mode: int, shield: Callable[[], Shield | None], data: bytes) -> 
 
 
 def _sealed(frame: Frame) -> bytes:
-    return struct.pack("<BBQQQ", frame.kind, frame.dtype, frame.transfer, frame.numel, frame.nbytes)
+    return struct.pack("<BBQQQQ", frame.kind, frame.dtype, 0, frame.transfer, frame.numel, frame.nbytes)
 
 
 def _greeting(data: bytes) -> None:
     hello = handshake.Hello.parse(data[: handshake.HELLO].ljust(handshake.HELLO, b"\0"))
     assert hello is None or handshake.answer(hello, bytes(32), "job", 0, _KEY) is None
+
+
+_ANSWER = handshake.NONCE + handshake.VERDICT
 
 
 def _verdict(data: bytes) -> None:
@@ -779,7 +792,13 @@ DECODERS: tuple[Decoder, ...] = (
         _greeting,
         covers=("runtime/channel/tcp/handshake.py:Hello.parse",),
     ),
-    Decoder("handshake's verdict", st.binary(min_size=66, max_size=66), _verdict, (EOFError, BrokenError)),
+    Decoder(
+        "handshake's verdict",
+        st.binary(min_size=_ANSWER, max_size=_ANSWER),
+        _verdict,
+        (EOFError, BrokenError),
+        covers=("runtime/channel/tcp/handshake.py:call",),
+    ),
     Decoder(
         "segment",
         st.just(_NOTHING + bytes([50]) + bytes(7)),
@@ -940,6 +959,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
     "runtime/protocol/shared_objects.py:encode_request": _OWN,
+    "runtime/node/warned.py:telling.tell": "what was encoded just before, so that any text can be sent",
     "runtime/process/page.py:Page.began": _PAGE,
     "runtime/process/page.py:Page.beside": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
