@@ -78,7 +78,7 @@ class Session:
         self.link = Link(hub, nodes, launcher, self._lost, interrupts)
         #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
         self.nodes: list[Node] = list(self.link.nodes)
-        self.link.on_warning = late_warnings.take
+        self.link.failures.on_warning = late_warnings.take
         self.questions = questions = Questions(self.link)
         self.ask = questions.ask
         self.router = ChannelRouter(

@@ -6,7 +6,7 @@ They are raised at the user's next synchronization.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -156,6 +156,8 @@ class Failures(dict[tuple[int, int], Failure]):
     def __init__(self) -> None:
         super().__init__()
         self._whole: dict[tuple[int, int], Failure] = {}  #: those with their traceback and whole message
+        #: takes a node's warning, which is not a failure, and the line that issued the command
+        self.on_warning: Callable[[c.Warned, Site | None], None] = lambda told, site: None
 
     def keep(self, failure: Failure) -> None:
         """Adds a failure. When there are too many, half of them are dropped.

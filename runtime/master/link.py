@@ -97,8 +97,6 @@ class Link:
         self.losses: list[NodeLost] = []  #: the first one most likely explains the others
         self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
         self.interrupts = interrupts or Interrupts()
-        #: takes a node's warning, and the line that issued the command
-        self.on_warning: Callable[[c.Warned, Site | None], None] = lambda told, site: None
         self.reports = 0  #: messages received (for tests and status)
         self.patient = True  #: whether a full window blocks; False at the end of a script
         self.closing = False  #: whether nodes have been told to end, so that their end is no loss
@@ -508,7 +506,7 @@ class Link:
             seq = position(reply.seq)[0]
             if not 0 <= seq < node.outbox.sent:
                 raise ProtocolError(f"a warning of command {reply.seq}, and {node.outbox.sent} were sent")
-            self.on_warning(reply, node.outbox.site(seq))
+            self.failures.on_warning(reply, node.outbox.site(seq))
         else:
             request = self._requests.get(reply.request)
             if request is None:

@@ -338,6 +338,7 @@ OVERRIDES: dict[str, str] = {
     **dict.fromkeys(("native_dropout", "native_dropout_backward"), "dropout"),
     "mkldnn_rnn_layer": "lstm",
     "linear": SAME + "Linear.cpp asks for layouts and strides only",
+    **dict.fromkeys(("linalg_eig", "_linalg_eigh"), SAME + "a gradient's look at phases is added"),
     **dict.fromkeys(("linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals"), SAME + "a gradient decides"),
     "ctc_loss.Tensor": SAME + "but cuDNN's, which wants targets on the CPU",
     "_pack_padded_sequence": SAME + "its lengths are local on CUDA, too",

@@ -374,7 +374,13 @@ def test_cancel_futures(wait: bool) -> None:
         others = [executor.submit(fail, 0) for _ in range(5)]
         while not running.running():
             pass
-        opening = threading.Thread(target=door.open)
+
+        def open_when_cancelled() -> None:
+            while not others[-1].cancelled():
+                pass
+            door.open()
+
+        opening = threading.Thread(target=open_when_cancelled)
         opening.start()
         executor.shutdown(wait=wait, cancel_futures=True)
         assert running.result() == "!"

@@ -445,6 +445,7 @@ class Gated(Dataset[torch.Tensor]):
 
 
 @pytest.mark.row("S9")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("workers", [None, 3])
 def test_a_node_reads_while_it_computes(gates: Gates, workers: int | None) -> None:
     """Its workers have begun with the last sample before the node runs a function, and are done before it returns.

@@ -29,7 +29,11 @@ from disttensor.meshes import Mesh, from_shards
 from disttensor.tasks import device_mesh
 from disttensor.training import DataParallel, fully_shard
 
-pytestmark = pytest.mark.usefixtures("settled")
+pytestmark = [
+    pytest.mark.usefixtures("settled"),
+    # torch's own, of what it is compared with
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPUnused. returned a view:UserWarning"),
+]
 
 NODES = 4
 STEPS = 10

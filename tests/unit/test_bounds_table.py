@@ -20,6 +20,7 @@ _KEPT = "what is kept, and not what may come: more of it is dropped, or waits"
 TABLE = {
     "disttensor/dispatch/op_plan.py": {"MAX_PLANS": _KEPT},
     "disttensor/dispatch/trial.py": {"_MOST": "operands of a trial in the script"},
+    "disttensor/errors/late_warnings.py": {"_MOST": _KEPT, "_LONGEST": "a warning that is given: longer ones are cut"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
