@@ -18,6 +18,7 @@ from disttensor.runtime.channel import PeerInfo
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.tcp import kept, peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
+from disttensor.runtime.channel.tcp.frames import RECEIPT, Frame
 from disttensor.runtime.protocol.errors import BrokenError
 
 #: More than the kernels and the proxy between hold: its sender is in the middle of it.
@@ -296,6 +297,23 @@ def test_a_connection_that_does_not_come_back_is_given_up_in_words(local, monkey
         assert ("no other one has come about, or has brought anything, within 0.3 s" in str(caught.value)) is not local
         with pytest.raises(BrokenError, match="rank 1 closed its end or died"):
             a.irecv(torch.zeros(5), 1, 3).wait(20)
+
+
+def test_what_the_last_connection_brought_late_keeps_nobody_waiting(monkeypatch):
+    """A reader may be dealing with a frame when the sender finds the connection broken: that is no later progress."""
+    monkeypatch.setattr(kept, "is_local", lambda sock: False)
+    with apart(silent=0.3) as (a, b, between):
+        check(a, b, 1)
+        receive = b.irecv(torch.zeros(5), 0, 2)
+        peer_of_b = b._peers[0]
+        lost = threading.Event()
+        began = peer_of_b._break_with_lock
+        monkeypatch.setattr(peer_of_b, "_break_with_lock", lambda connection: (began(connection), lost.set()))
+        between.end()
+        assert lost.wait(20)
+        peer_of_b.count(Frame(RECEIPT, 0, 0, 0, 0))
+        with pytest.raises(BrokenError, match="within 0.3 s"):
+            receive.wait(20)
 
 
 def test_one_that_breaks_in_the_same_place_each_time_is_given_up_in_words():

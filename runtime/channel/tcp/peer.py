@@ -297,7 +297,9 @@ class TcpPeer:
 
     def _left_with_lock(self) -> float:
         """Returns the seconds that are left for connections that bring nothing."""
-        return (self._progress or time.monotonic()) + self._limits.silent - time.monotonic()
+        if not self._progress:  # also where the reader was dealing with a frame when the connection broke
+            self._progress = time.monotonic()
+        return self._progress + self._limits.silent - time.monotonic()
 
     def _in_vain(self, why: str) -> str:
         return f"{why}; no other one has come about, or has brought anything, within {self._limits.silent:g} s"
