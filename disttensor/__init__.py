@@ -101,22 +101,6 @@ _BESIDE = (
 #: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
 _MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
 
-#: Types of PyTorch 0.x, with one of which issue 241's program begins: they stay at the first level, without room there.
-_TYPES = (
-    "BFloat16Tensor",
-    "BoolTensor",
-    "ByteTensor",
-    "CharTensor",
-    "ComplexDoubleTensor",
-    "ComplexFloatTensor",
-    "DoubleTensor",
-    "FloatTensor",
-    "HalfTensor",
-    "IntTensor",
-    "LongTensor",
-    "ShortTensor",
-)
-
 
 def __getattr__(name: str) -> Any:
     """Returns a public name, from public.py, or one that was public before, with a warning."""
@@ -125,14 +109,16 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _TYPES:
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.factories"), name)
+    # types of PyTorch 0.x, with one of which issue 241's program begins, have no room above
+    types = importlib.import_module(f"{__name__}.proxy.factories").LEGACY if name.endswith("Tensor") else {}
+    if name in types:
+        value = globals()[name] = types[name]
         return value
     if name in moved.NAMES:
         return moved.name(name)
     from .runtime.process.spelling import did_you_mean  # imported only here: dtrun and agents start without it
 
-    meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES, *_TYPES])
+    meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES, *types])
     raise AttributeError(f"module 'disttensor' has no attribute {name!r}{meant}")
 
 

@@ -428,7 +428,7 @@ def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     if not isinstance(op, ReduceOp):
         name = (getattr(op, "name", None) or str(op).rpartition(".")[2]).upper()
         if name not in ReduceOp.__members__:
-            raise TypeError(f"{shown(op)} is no reduction; there are {', '.join(ReduceOp.__members__)}")
+            raise TypeError(f"{shown(op)} is not a reduction; there are {', '.join(ReduceOp.__members__)}")
         op = ReduceOp[name]
     check(op, dtype)
     return op  # type: ignore[no-any-return]

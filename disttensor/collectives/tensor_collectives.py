@@ -345,7 +345,7 @@ def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, as
         group: the nodes of the tensors, in their order. Default: the nodes that the tensors are on.
         async_op: return a Work, whose ``result()`` is ``tensors``, instead of None.
 
-    Raises TypeError for local tensors, dtypes that differ, a shift that is no number; ValueError for shapes that
+    Raises TypeError for local tensors, dtypes that differ, a shift that is not a number; ValueError for shapes that
     differ, or tensors that are not on the group's nodes; NodeLost.
     """
     what = "sendreceive"

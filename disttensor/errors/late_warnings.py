@@ -44,7 +44,7 @@ pending: deque[Late] = deque(maxlen=_MOST)
 
 
 def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thread: int = 0) -> None:
-    """Has a warning be given at the next ``give`` of ``thread``, or of any."""
+    """Keeps a warning for the next ``give`` of ``thread``, or of any."""
     pending.append(Late(text, category, site, thread))
 
 

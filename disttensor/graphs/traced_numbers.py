@@ -74,7 +74,7 @@ class Tape:
 
     def _number(self, value: Any, name: str, parents: tuple[str, ...]) -> Number:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise GraphError(f"a number that replays give anew became {shown(value)}, which is no real number")
+            raise GraphError(f"a number that replays give anew became {shown(value)}, which is not a real number")
         mark = self._mark(float(value))
         self._marks[mark] = name
         self._parents.setdefault(name, parents)

@@ -45,7 +45,7 @@ def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announc
         for cls in named:
             if what == "raises" and not issubclass(cls, BaseException):
                 raise TypeError(
-                    f"raises={shown(form)}: {cls.__name__} is no exception; returns= is for what is returned"
+                    f"raises={shown(form)}: {cls.__name__} is not an exception; returns= is for what is returned"
                 )
             announced.add(cls)  # or says why its objects can't come
     todo = [*announced, *of_arguments, *_classes_in(_return_of(call.fn))]

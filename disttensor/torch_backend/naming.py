@@ -84,7 +84,7 @@ def _dist_send(
 
     Returns when the tensor may be changed: at once, having copied it, unless 64 MiB of earlier uploads are on their
     way; with ``non_blocking=True`` at once, and the tensor is read later. Raises ValueError for a node that doesn't
-    exist, or two places, RuntimeError for a device that it doesn't have, TypeError for what is no node, NodeLost,
+    exist, or two places, RuntimeError for a device that it doesn't have, TypeError for what is not a node, NodeLost,
     DisttensorError without a session.
     """
     from ..proxy.factories import dist_send

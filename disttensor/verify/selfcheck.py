@@ -483,9 +483,9 @@ def end() -> None:
 def share_of(verify: Any) -> float:
     """Returns ``verify`` as a float. Raises TypeError or ValueError for what is no share."""
     if isinstance(verify, bool) or not isinstance(verify, (int, float)):
-        raise TypeError(f"verify={shown(verify)} is no number: 0 compares nothing, 0.01 one operation of 100, 1 all")
+        raise TypeError(f"verify={shown(verify)} is not a number: 0 compares nothing, 0.01 one operation of 100, 1 all")
     if not 0 <= verify <= 1:
-        raise ValueError(f"verify={shown(verify)} is no share: 0 compares nothing, 0.01 one operation of 100, 1 all")
+        raise ValueError(f"verify={shown(verify)} is not a share: 0 compares nothing, 0.01 one operation of 100, 1 all")
     return float(verify)
 
 

@@ -209,7 +209,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
 
 def check_tag(tag: str) -> None:
     if not isinstance(tag, str):
-        raise TypeError(f"tag={shown(tag)} is no text")
+        raise TypeError(f"tag={shown(tag)} is not a text")
     if len(tag) > MAX_TAG:
         raise ValueError(f"a tag has {len(tag)} characters, and may have {MAX_TAG}")
 

@@ -60,7 +60,7 @@ def spec_of_dtrun() -> LaunchSpec | None:
     try:
         return understood(msgspec.json.decode(text, type=LaunchSpec)) if text else None
     except UNDECODABLE as e:
-        raise ValueError(f"{PLAN}={text!r} is no plan of dtrun's: {e}") from e
+        raise ValueError(f"{PLAN}={text!r} is not a plan of dtrun's: {e}") from e
 
 
 if not TYPE_CHECKING:  # to type checkers, any name would be there

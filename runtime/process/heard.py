@@ -1,7 +1,7 @@
 """Hears the warnings of torch's kernels, whoever calls them.
 
 Torch makes Python's warnings of C++'s (TORCH_WARN) at the end of each call of a Python function of its own. An operator
-that is called by ``torch.ops`` is no such function: alone it prints, and within such a call it warns that one.
+that is called by ``torch.ops`` is not such a function: alone it prints, and within such a call it warns that one.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _check_hello(hello: c.Hello) -> None:
     if not 0 <= hello.pid < 1 << 32:
         raise ProtocolError(f"{hello.pid} is no pid")
     if not -1 <= hello.numa < 1 << 16:
-        raise ProtocolError(f"{hello.numa} is no number of a NUMA node")
+        raise ProtocolError(f"{hello.numa} is not the number of a NUMA node")
     _check_addresses(hello.addresses)
     _check_abilities(hello)
 

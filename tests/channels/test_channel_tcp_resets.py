@@ -300,7 +300,7 @@ def test_a_connection_that_does_not_come_back_is_given_up_in_words(local, monkey
 
 
 def test_what_the_last_connection_brought_late_keeps_nobody_waiting(monkeypatch):
-    """A reader may be dealing with a frame when the sender finds the connection broken: that is no later progress."""
+    """A reader may deal with a frame when the sender finds the connection broken: the next gains no time by that."""
     monkeypatch.setattr(kept, "is_local", lambda sock: False)
     with apart(silent=0.3) as (a, b, between):
         check(a, b, 1)

@@ -297,7 +297,7 @@ def test_torch_distributeds_reductions_mean_the_same(name):
 @pytest.mark.parametrize("op", ["mean", torch.distributed.ReduceOp.PREMUL_SUM], ids=str)
 def test_what_is_no_reduction_is_refused(op):
     _, xs = on_nodes(lambda k: torch.ones(2))
-    with pytest.raises(TypeError, match="is no reduction; there are SUM, AVG"):
+    with pytest.raises(TypeError, match="is not a reduction; there are SUM, AVG"):
         dt.all_reduce(xs, op)
     assert [x.tolist() for x in xs] == [[1, 1]] * N
 

@@ -142,7 +142,7 @@ def test_a_node_that_is_lost_before_anybody_worked_is_told(session: None) -> Non
         q.join()
     with pytest.raises(TimeoutError):
         q.join(timeout=0.01)
-    dt.synchronize()  # the loss was told, and is no news
+    dt.synchronize()  # the loss was told before
     q.close()
     assert dt.run(square, q, node=0) == 1  # and who waits for answers need not be told: somebody works
     assert list(q.answers) == [1]

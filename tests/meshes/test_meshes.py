@@ -1085,7 +1085,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                     "takes a tensor on a mesh, and this is one on node 0 cpu"),
     "over no dim": (lambda: dt.all_reduce(torch.ones(1, device=grid().device), over="pp"), ValueError, "no dim 'pp'"),
     "no op": (lambda: dt.all_reduce(torch.ones(1, device=grid().device), "mean", over="dp"), TypeError,
-              "'mean' is no reduction"),
+              "'mean' is not a reduction"),
     "a node's tensor beside it": (lambda: torch.ones(1, device=grid().device) + torch.ones(1, device="node:1"),
                                   RuntimeError, r"on the mesh \(dp=2, tp=2\) of nodes 0, 1, 2 and 3 cpu and"),
     "the node of it": (lambda: torch.ones(1, device=grid().device).get_node(), dt.DisttensorError,  # type: ignore[attr-defined]

@@ -215,7 +215,7 @@ def test_a_share_is_chosen_and_always_the_same() -> None:
 @pytest.mark.parametrize("verify", [-0.1, 1.01, float("nan"), float("inf")])
 def test_a_share_is_between_0_and_1(verify: float) -> None:
     with pytest.raises(
-        ValueError, match=r"verify=.* is no share: 0 compares nothing, 0.01 one operation of 100, 1 all"
+        ValueError, match=r"verify=.* is not a share: 0 compares nothing, 0.01 one operation of 100, 1 all"
     ):
         session(verify)
     assert not dt.is_initialized()
@@ -223,7 +223,7 @@ def test_a_share_is_between_0_and_1(verify: float) -> None:
 
 @pytest.mark.parametrize("verify", [True, "0.5", None, 1j])
 def test_a_share_is_a_number(verify: Any) -> None:
-    with pytest.raises(TypeError, match=r"verify=.* is no number"):
+    with pytest.raises(TypeError, match=r"verify=.* is not a number"):
         session(verify)
 
 

@@ -79,7 +79,7 @@ def test_a_node_with_a_busy_stream_is_lost() -> None:
         with pytest.raises(dt.NodeLost):
             s.query()
         same(x, torch.full((2,), 2.0))  # what was waited for will not come, and the stream goes on
-        t.synchronize()  # by the loss, which was told and is no news
+        t.synchronize()  # by the loss, which was told before
 
 
 @pytest.mark.parametrize("launcher", ["inproc", "local"])

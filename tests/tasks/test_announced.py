@@ -97,7 +97,7 @@ def test_nobody_has_announced_it() -> None:
         dt.run(lambda: Point(1), node=1)
     with pytest.raises(TypeError, match="names no dataclass"):
         dt.run(lambda: 1, node=1, returns=int)
-    with pytest.raises(TypeError, match="is no exception"):
+    with pytest.raises(TypeError, match="is not an exception"):
         dt.run(lambda: 1, node=1, raises=Point)
     with pytest.raises(TypeError, match="__hash__ or __eq__ of its own"):
         dt.run(lambda: {OwnHash(1): 2}, node=1, returns=OwnHash)
@@ -256,7 +256,7 @@ def test_an_announced_exception_of_init_is_raised_by_ready_and_by_each_call() ->
         with pytest.raises(dt.errors.RemoteError, match=r"value_kit\.Broken: broken -1") as told:
             work.result()
         assert sum("raises=" in note for note in told.value.__notes__) == 1
-    for wrong, says in (({"returns": int}, "names no dataclass"), ({"raises": Point}, "is no exception")):
+    for wrong, says in (({"returns": int}, "names no dataclass"), ({"raises": Point}, "is not an exception")):
         with pytest.raises(TypeError, match=says):
             dt.actor(Counter, 1, node=1, **wrong)
 

@@ -109,7 +109,7 @@ def test_what_is_named() -> None:
             Announcing(pow, raises=OSError),
             r"raises=.*OSError.*Python's own exceptions need not be announced",
         ),
-        (Announcing(pow, raises=Pair), r"raises=.*: Pair is no exception; returns= is for what is returned"),
+        (Announcing(pow, raises=Pair), r"raises=.*: Pair is not an exception; returns= is for what is returned"),
         (Announcing(pow, returns=torch.nn.Linear), "other classes can't come back"),
     ],
 )

@@ -31,7 +31,7 @@ def test_names_of_the_system_cross_as_they_are(name: str) -> None:
     assert (text == name) is (name.isprintable() or name.isascii() or "\u20ac" in name)
 
 
-#: A launch spec with a name that is no text wherever one can be.
+#: A launch spec with a name that is not text wherever one can be.
 ODD = LaunchSpec(
     "ssh", hosts=(Host("a\udcff", 2),), least=2, python="/py \udcff", interface=("eth\udcff",),
     env={"X\udcff": "\udcfe", "HOME": "/home/Zoë"}, timeout=7.5, options={"ssh_options": "-i \udcff"},
@@ -46,7 +46,7 @@ def test_what_dtrun_has_told_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch
     assert understood(msgspec.msgpack.decode(frame(told(ODD))[4:], type=LaunchSpec)) == ODD
     assert told(Output(log_dir="/plain")) == Output(log_dir="/plain")
     monkeypatch.setenv(PLAN, msgspec.json.encode(LaunchSpec("ssh", folder="\0no digits")).decode())
-    with pytest.raises(ValueError, match=f"{PLAN}=.* is no plan of dtrun's: .*hex"):
+    with pytest.raises(ValueError, match=f"{PLAN}=.* is not a plan of dtrun's: .*hex"):
         spec_of_dtrun()
 
 

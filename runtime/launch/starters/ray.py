@@ -165,7 +165,7 @@ class RayStarter(JoinStarter):
         stdin = self._driver.stdin if self._driver is not None else None
         with contextlib.suppress(OSError):
             if stdin is not None and not stdin.closed:
-                # a path that is no UTF-8 has a form in Python's JSON only, which the driver reads
+                # a path that is not UTF-8 has a form in Python's JSON only, which the driver reads
                 text = json.dumps(msgspec.to_builtins(order)).encode()
                 stdin.close() if order is None else stdin.write(text + b"\n")
                 stdin.closed or stdin.flush()
