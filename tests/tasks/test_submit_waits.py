@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from began import Began, tell
 from doors import Door, until
 from limits import HANG
 from side_channels import not_yet_connected
+from telling import warned
 
 import disttensor as dt
 from disttensor import testing
@@ -212,33 +212,21 @@ def test_a_node_that_stands_still_is_waited_for_as_long_as_was_said() -> None:
         endless.result()
 
 
-def test_who_heeds_no_cancel_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_who_heeds_no_cancel_is_named(tmp_path: Path) -> None:
     """What waits in the kernel, beside a node's own thread, is not interrupted, as no C library is."""
-    said = threading.Event()
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "goes on" in record.getMessage():
-                said.set()
-
-    handler = Said()
-    logging.getLogger("disttensor").addHandler(handler)
-    try:
-        told, door = tmp_path / "told", tmp_path / "door"
-        for path in (told, door):
-            os.mkfifo(path)
-        with testing.limits(unheeded=0.1):
-            work = dt.submit(tell_and_wait, str(told), str(door), node=1, beside=True)
-            assert told.read_text() == "begun\n"
-            assert work.cancel()
-            assert said.wait(HANG)
-            assert not work.is_completed()
-            door.write_text("go on\n")  # back in Python, it is interrupted
-            with pytest.raises(dt.errors.CancelledError, match=r"tell_and_wait\(\) was cancelled"):
-                work.result()
-    finally:
-        logging.getLogger("disttensor").removeHandler(handler)
-    (text,) = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    told, door = tmp_path / "told", tmp_path / "door"
+    for path in (told, door):
+        os.mkfifo(path)
+    with testing.limits(unheeded=0.1), warned("goes on") as log:
+        work = dt.submit(tell_and_wait, str(told), str(door), node=1, beside=True)
+        assert told.read_text() == "begun\n"
+        assert work.cancel()
+        assert log.there.wait(HANG)
+        assert not work.is_completed()
+        door.write_text("go on\n")  # back in Python, it is interrupted
+        with pytest.raises(dt.errors.CancelledError, match=r"tell_and_wait\(\) was cancelled"):
+            work.result()
+    (text,) = [text for text in log.texts if "goes on" in text]
     pid = dt.nodes()[1]["pid"]
     assert re.match(
         rf"node 1 \(host \S+, pid {pid}\): tell_and_wait\(\), issued at \S*test_submit_waits\.py:\d+ in ", text

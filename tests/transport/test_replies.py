@@ -409,7 +409,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire
 
 def test_a_flood_of_warnings_is_bounded(wire: Wire) -> None:
     site = (test_a_failure_is_told_once.__code__, 0)
-    wire.link.on_warning = lambda told, _: late_warnings.take(told, site)
+    wire.link.failures.on_warning = lambda told, _: late_warnings.take(told, site)
     wire.say(HELLO)
     wire.issue(1)
     try:

@@ -230,7 +230,8 @@ def test_limits_hold_in_their_block(busy: None) -> None:
         thread.start()
         assert full.wait(SOON)
         assert testing.queued(1).full
-        assert testing.queued(1).in_flight <= 2000 + testing.limit("message")
+        # beyond it are a message of the issuer's, and one of the thread that sends what lies about
+        assert testing.queued(1).in_flight <= 2000 + 2 * testing.limit("message")
         release.set()
         thread.join(SOON)
     assert testing.limit("window") == window
