@@ -222,7 +222,8 @@ class CollectiveWork(Work):
 
     def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
-        self._writing = guard(written, self, site)
+        ended = _All([transfer for _, transfer in self._ended], lambda: None)
+        self._writing = guard(written, self, ended, site)
         return self
 
     def _waited(self) -> None:

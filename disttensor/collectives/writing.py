@@ -18,6 +18,7 @@ import torch
 from ..futures.work import Work
 from ..proxy.meta import Busy, Handle, Lazy, Meta, Shared, live_proxies, minted_refs
 from ..proxy.proxy import DistributedTensor
+from ..runtime.channel.base import Transfer
 from ..runtime.master.failures import Site, line_of
 from ..runtime.protocol.errors import DisttensorError
 
@@ -28,26 +29,27 @@ _EXACTLY = 1 << 22
 class Writing:
     """One asynchronous collective, and the views that can't be used before its end has been waited for."""
 
-    def __init__(self, work: Work, site: Site | None) -> None:
-        self._work, self._text, self._transfer = weakref.ref(work), work._text, work._transfer
+    def __init__(self, work: Work, ended: Transfer, site: Site | None) -> None:
+        """``ended`` says when the collective has ended. It must not hold the tensors, and this none of the handles that
+        have this: these are in no cycle that the collector knows."""
+        self._work, self._text, self._ended = weakref.ref(work), work._text, ended
         self._session, self._node = work._session, work._node
         self._site, self._epoch = site, work._session.synchronized
-        self._views: list[tuple[weakref.ref[Any], Busy]] = []
+        self._views: list[weakref.ref[Any]] = []
         self._over = False
 
     def busy(self, view: DistributedTensor) -> None:
         """Has a view not be used until the end."""
-        handle = Busy(0, view._h.meta, view._h, self)
-        view._h = handle
-        self._views.append((weakref.ref(view), handle))
+        view._h = Busy(0, view._h.meta, view._h, self)
+        self._views.append(weakref.ref(view))
 
     def end(self) -> None:
         """Gives the views back: the script has waited."""
         self._over = True
-        for view, handle in self._views:
+        for view in self._views:
             found = view()
-            if found is not None and found._h is handle:
-                found._h = handle.owner
+            if found is not None and isinstance(found._h, Busy) and found._h.writing is self:
+                found._h = found._h.owner
         self._views.clear()
 
     def check(self) -> None:
@@ -58,7 +60,7 @@ class Writing:
             return
         if self._work() is None:  # nobody can wait for it but this line
             with suppress(DisttensorError):  # the session, or a node, is gone: what uses the view says so
-                self._session.transfers.wait(self._transfer, self._node)
+                self._session.transfers.wait(self._ended, self._node)
             self.end()
             return
         raise RuntimeError(
@@ -67,13 +69,13 @@ class Writing:
         )
 
 
-def guard(written: Sequence[Any], work: Work, site: Site | None) -> Writing | None:
+def guard(written: Sequence[Any], work: Work, ended: Transfer, site: Site | None) -> Writing | None:
     """Has the other views of what a collective writes not be used until its end was waited for. Returns None where
     there are none, which costs a look at each tensor."""
     shared = [tensor for tensor in written if _is_shared(tensor)]
     if not shared:
         return None
-    writing = Writing(work, site)
+    writing = Writing(work, ended, site)
     names = [(each, set(_names(each))) for each in _used()]
     mine = {id(tensor._h) for tensor in written}
     for tensor in shared:

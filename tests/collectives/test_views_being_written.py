@@ -210,3 +210,23 @@ def test_what_other_threads_are_making_is_left_alone() -> None:
         thread.join()
         sys.setswitchinterval(interval)
     assert not errors
+
+
+def used() -> list[int]:
+    gc.collect()
+    dt.synchronize()
+    return [dt.testing.usage(node).tensors for node in range(NODES)]
+
+
+@pytest.mark.parametrize("first", ["Work", "whole", "nothing"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_dropped_without_a_wait_is_freed(form: str, first: str) -> None:
+    """Together with the views that could not be used: none of them is in a cycle."""
+    before = used()
+    kept: dict[str, Any] = {}
+    kept["whole"], kept["begin"] = FORMS[form]()
+    kept["row"], kept["other"] = kept["whole"][0], kept["whole"].view(-1)
+    kept["Work"] = kept["begin"](kept["row"])
+    kept.pop(first, None)
+    kept.clear()
+    assert used() == before
