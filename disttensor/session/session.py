@@ -22,6 +22,7 @@ from ..runtime.master.link import Link
 from ..runtime.master.node import Node
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
+from ..runtime.master.route import route
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
@@ -172,6 +173,14 @@ class Session:
         """Returns whether the nodes are threads of this process (``launcher="inproc"``), so that its settings are
         theirs."""
         return self.launcher is None
+
+    def settle_threads(self) -> None:
+        """Waits until nodes that are threads of this process have done what was issued: what it is about to change, or
+        the generator that it is about to draw from, is theirs. Does nothing in such a thread, which would wait for
+        itself, nor while a graph is captured, and raises nothing."""
+        in_node = threading.current_thread().name.startswith("node ")
+        if self.shares_process and not in_node and route.get().recorder is None:
+            self.questions.sync_all()
 
     def part(self, make: Callable[[], T]) -> T:
         """Returns the part that another folder of the front end keeps for this session; its first use makes it by

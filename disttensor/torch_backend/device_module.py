@@ -156,8 +156,8 @@ def _empty_host_cache() -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds the generators of every node; ``torch.manual_seed`` calls it. Returns at once; does nothing without a
-    session.
+    """Seeds the generators of every node; ``torch.manual_seed`` calls it. Returns at once, except that it waits for
+    nodes that are threads of the script's process, as they have one generator with it; does nothing without a session.
 
     Raises RuntimeError for a seed of more than 64 bits.
     """
@@ -171,10 +171,11 @@ def manual_seed_all(seed: int) -> None:
                 node.outbox.add(command, here())
         if route.get().recorder is None:  # else each replay does it
             session.places.seeded(seed)
+    session.settle_threads()  # else they would seed the script's generator while it draws
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the generators of the current node. Returns at once.
+    """Seeds the generators of the current node. Returns at once, except as ``manual_seed_all`` does.
 
     Raises RuntimeError for a seed of more than 64 bits, DisttensorError without a session.
     """
@@ -183,6 +184,7 @@ def manual_seed(seed: int) -> None:
         for place in session.places.of_node(current_node()):
             session.places.draw(place)
         session.nodes[current_node()].outbox.add(c.Seed(signed(seed)), here())
+    session.settle_threads()
 
 
 def get_rng_state(device: torch.device | str | int | Place = "node") -> torch.Tensor:

@@ -7,7 +7,6 @@ missing (``device_module._lazy_init``).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NoReturn
@@ -83,8 +82,8 @@ def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_and_tell(value: Any) -> None:
         """Sets torch's default; the nodes and all plans follow at once."""
         session = current.current()
-        if session is not None and session.shares_process and not threading.current_thread().name.startswith("node "):
-            session.questions.sync_all()  # commands that were issued under the old default are computed under it
+        if session is not None:
+            session.settle_threads()  # commands that were issued under the old default are computed under it
         original(value)
         if session is not None:
             session.check_default_dtype()

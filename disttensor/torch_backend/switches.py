@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..dispatch import handlers
-from ..runtime.master.route import route
 from ..runtime.process import torch_switches
 from ..session import current
 
@@ -46,8 +45,8 @@ def of_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _change(setter: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
     session = None if threading.current_thread().name.startswith("node ") else current.current()
-    if session is not None and session.shares_process and route.get().recorder is None:
-        session.questions.sync_all()  # what was issued before is computed under the old value
+    if session is not None:
+        session.settle_threads()  # what was issued before is computed under the old value
     yield
     begin()
     if session is not None:

@@ -1,14 +1,22 @@
-"""Reading a generator's state, which torch does with the generator locked."""
+"""The generator that a script has together with nodes that are threads of its process."""
 
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
 from torch.utils.checkpoint import get_device_states
 
 import disttensor as dt
+
+#: Set when the script has drawn.
+drawn = threading.Event()
+
+
+def until_drawn() -> None:
+    drawn.wait(0.3)
 
 
 class Cycle:
@@ -32,3 +40,21 @@ def test_threads_that_read_it_while_tensors_die_in_collections() -> None:
         gc.set_threshold(*before)
     dt.synchronize()
     assert torch.equal(kept[-1].cpu(), torch.get_rng_state())
+
+
+@pytest.mark.usefixtures("nodes", "clean")
+@pytest.mark.parametrize("of_one_node", [False, True])
+def test_what_the_script_draws_behind_a_seed(of_one_node: bool) -> None:
+    """No node seeds the generator once more in the midst of it, however late it comes to that."""
+    plain = torch.Generator().manual_seed(3)
+    drawn.clear()
+    dt.submit(until_drawn, node=1)
+    if of_one_node:
+        with dt.node(1):
+            torch.node.manual_seed(3)
+    else:
+        torch.manual_seed(3)
+    first = torch.rand(4)
+    drawn.set()
+    dt.synchronize()
+    assert [*first.tolist(), *torch.rand(4).tolist()] == torch.rand(8, generator=plain).tolist()
