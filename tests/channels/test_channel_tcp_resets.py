@@ -7,11 +7,11 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 import torch
-from test_channel_tcp import KEY, PROTECTIONS, channel, named, nothing_left  # noqa: F401 - a fixture
+from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothing_left  # noqa: F401 - a fixture
 
 import disttensor as dt
 from disttensor.runtime.channel import PeerInfo
@@ -374,6 +374,47 @@ def test_a_receipt_of_what_was_not_sent_ends_the_connection(receipt):
         b.isend(numbered(2), 0, 2)
         with pytest.raises(BrokenError, match=f"given up: it has received {receipt + 1} frames"):
             a.irecv(torch.zeros(5), 1, 2).wait(20)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["is made again", "is not"])
+@pytest.mark.parametrize("call", ["crossed", "in vain"])
+def test_a_first_connection_that_has_broken_before_it_is_noticed(call, again, monkeypatch):
+    """The end whose own call came to nothing waits for the other's, which has come and is gone when it looks."""
+    original, tried = peer.TcpPeer._call, list[bool]()
+
+    def late(self, *limits):
+        if self.me != 1 or tried:
+            return original(self, *limits)
+        tried.append(True)
+        sent = a.isend(numbered(1), 1, 1)
+        with self.lock:
+            assert self._changed.wait_for(lambda: self._connection is not None, 20)
+            connection = self._connection
+        if again:
+            self.lose(connection, EOFError("it ended"))
+        else:
+            sent.wait(20)
+            monkeypatch.setattr(a._peers[1]._sender, "_writing", True)  # in the midst of a frame it says no goodbye
+            a._peers[1].fail(BrokenError, "an error of its own")
+            with self.lock:
+                assert self._changed.wait_for(lambda: self._connection is not connection, 20)
+        if call == "in vain":
+            raise BrokenError("no answer")
+        return False
+
+    monkeypatch.setattr(peer.TcpPeer, "_call", late)
+    master, a, b = connected(3)
+    with closing(master), closing(a), closing(b):
+        targets = torch.zeros(2, 5)
+        receives = [b.irecv(target, 0, k) for k, target in enumerate(targets, 1)]
+        if again:
+            a.isend(numbered(2), 1, 2)
+            for receive in receives:
+                receive.wait(20)
+            assert torch.equal(targets, torch.stack([numbered(1), numbered(2)]))
+        else:
+            with pytest.raises(BrokenError, match="closed its end or died"):
+                receives[1].wait(20)
 
 
 def end_connections() -> int:

@@ -501,7 +501,8 @@ class TcpPeer:
     def _call_first(self) -> None:
         """Calls the peer unless it has called us. Fails the peer when neither reaches the other. For the sender thread.
 
-        One direction is enough: a network may let connections in on one side only.
+        One direction is enough: a network may let connections in on one side only. A connection that the peer has made
+        meanwhile may have broken again by the time that this thread sees it: it is made anew then, as any other.
         """
         deadline = time.monotonic() + self._limits.connect
         with self.lock:
@@ -515,16 +516,22 @@ class TcpPeer:
                 with self.lock:
                     over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
                     self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
-            self._fail_unless_up(str(error))
+            self._fail_unless_begun(str(error))
             return
         if not called:
             limit = 2 * (
                 self._limits.connect + self._limits.greet
             )  # its own limit is over before, so that it is the one to say why
             with self.lock:
-                self._changed.wait_for(lambda: self.failure or self._state is _State.UP, limit)
+                self._changed.wait_for(lambda: self.failure or self._standing.connection, limit)
             why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
-            self._fail_unless_up(f"{why} within {limit:g} s")
+            self._fail_unless_begun(f"{why} within {limit:g} s")
+
+    def _fail_unless_begun(self, why: str) -> None:
+        """Fails the peer if there never was a connection with it."""
+        with self.lock:
+            victims = [] if self._standing.connection else self._fail_with_lock(BrokenError, why)
+        self._end(victims, BrokenError, why)
 
     def _fail_unless_up(self, why: str) -> None:
         with self.lock:
