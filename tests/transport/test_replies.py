@@ -69,6 +69,7 @@ def wire() -> Iterator[Wire]:
     hub = InprocHub(1)
     wire = Wire(Link(hub, 1, None, lambda error: None), hub.spoke(0))
     yield wire
+    wire.link.interrupts.restore()
     wire.link.close()
     wire.spoke.close()
 

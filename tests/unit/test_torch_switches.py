@@ -69,6 +69,7 @@ NOT_SENT = {
     "torch.backends.xnnpack.enabled": "it can't be set",
     "torch.nn.attention.*_flash_attention_impl": "it loads a library: dt.run(activate_flash_attention_impl, 'FA4')",
     "torch._C._set_sdp_use_fa3": "the kernels that it is about are another library's, which has to be loaded first",
+    "torch._C._set_storage*_access_error_msg": "it is about one storage",
     "torch._C._set_sm_carveout_experimental": "it has no public name",
     "torch.ao.*": "it changes modules, and not torch",
     "torch.compiler.*": _COMPILER,
