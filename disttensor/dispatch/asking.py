@@ -107,12 +107,12 @@ def _geometries(
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     site = here()
     make_room(place)
-    template = place.define(entry.name, *specs, len(refs), site)
+    template = place.define(entry.name, *specs, len(refs), site, warned)
     call = [*call, *(refs[0] - r for r in refs[1:])]
     place.outbox.free_dead()  # what is asked for may be large
     one = c.Call(template, refs[0], tuple(call))
     try:
-        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, one, warned), site)
+        reply = place.session.ask(place, c.Shapes, lambda id: c.Ask(id, one), site)
     except BaseException as e:
         place.dead.extend(refs)  # nodes may have made them: of a mesh those that have not failed
         if not isinstance(e, RanksDiffer):

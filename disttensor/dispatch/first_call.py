@@ -16,7 +16,7 @@ from . import meta_inference, trial
 from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .inplace_and_multi import may_share
-from .op_plan import MANY, ONE, RESHAPED, SHARING, WARNS, WRITTEN, Entry, Plan
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -173,9 +173,9 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
                 entry.store(entry.right, lie, right)
             if doubt is not None and not (asked or reshaped) and right:
                 entry.store(entry.right, doubt, True)
-            return plan if plan is None else _warning(plan, warned, each), result
+            return plan if plan is None else _warning(plan, warned, each, site), result
         each = warned is not None and trial.warns_again(entry.op, args, kwargs, warned)
-        return _warning(_writing(entry, args, kwargs, place, reshaped, site), warned, each, first=True)
+        return _warning(_writing(entry, args, kwargs, place, reshaped, site), warned, each, site, first=True)
     for t in tree_leaves(result):
         if isinstance(t, torch.Tensor) and layout_of(t) is not torch.strided:
             refuse_layout(entry.name, layout_of(t))
@@ -187,16 +187,16 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         plan, result = _asked(entry, args, kwargs, place, call, out, site, None, warned is not None)
         if lie not in entry.right:
             entry.store(entry.right, lie, plan is not None and plan.shapes == metas)
-        return plan if plan is None else _warning(plan, warned, each), result
+        return plan if plan is None else _warning(plan, warned, each, site), result
     if doubt is not None and lie is None:
         each = _warn_now(entry, args, kwargs, warned)
         length = len(metas) if isinstance(metas, list) else None
         plan, result = _asked(entry, args, kwargs, place, call, out, site, length, warned is not None)
         if plan is not None and plan.shapes == metas:
             entry.store(entry.right, doubt, True)
-        return plan if plan is None else _warning(plan, warned, each), result
+        return plan if plan is None else _warning(plan, warned, each, site), result
     each = warned is not None and trial.warns_again(entry.op, args, kwargs, warned)
-    return _warning(_finish(entry, args, kwargs, place, metas, site), warned, each, first=True)
+    return _warning(_finish(entry, args, kwargs, place, metas, site), warned, each, site, first=True)
 
 
 def _warn_now(entry: Entry, args: Any, kwargs: Any, warned: int | None) -> bool:
@@ -208,26 +208,28 @@ def _warn_now(entry: Entry, args: Any, kwargs: Any, warned: int | None) -> bool:
     return each
 
 
-def _warning(plan: Plan, warned: int | None, each: bool, first: bool = False) -> Plan:
+def _warning(plan: Plan, warned: int | None, each: bool, site: Any, first: bool = False) -> Plan:
     """Returns a plan whose calls are warned of where a trial has warned: each of them, or, where that is once in a
     process, the ``first``, which is still to come."""
     if warned is not None and (each or first):
-        plan.values, plan.kind = (plan.kind, each, warned), WARNS
+        plan.warn(each, warned, site)
     return plan
 
 
 def _try(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> tuple[Any, int | None]:
     """Tries a call here. Returns a key of ``entry.right`` if the node is to be asked what it does, because the trial is
-    not sure of it, else None; and of a kernel that has warned the value with which it has, else None.
+    not sure of it, else None (also while a graph is recorded, when nobody can be asked); and the value with which a
+    kernel has warned, else None.
 
     Where a node has done such a call as the meta kernel says, others of the same dtypes are not doubted.
     """
-    if not entry.tried or route.get().recorder is not None:
+    if not entry.tried:
         return None, None
     leaves = tree_leaves((args, kwargs))
     key = ("tried", place.is_cuda(), *(v.dtype if isinstance(v, torch.Tensor) else type(v) for v in leaves))
     found = trial.tried(entry.op, args, kwargs, taken)
-    return key if found.doubtful and key not in entry.right else None, found.warned
+    doubtful = found.doubtful and key not in entry.right and route.get().recorder is None
+    return key if doubtful else None, found.warned
 
 
 def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:

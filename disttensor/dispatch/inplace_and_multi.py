@@ -90,15 +90,14 @@ def _root(tensor: Any) -> Handle:
 def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
     """Issues a new plan's first call, in which the node compares the geometry of its results with the plan's."""
     written: list[Meta] = []
-    warns = plan.kind == WARNS
-    kind = plan.values[0] if warns else plan.kind
+    kind = plan.values[0] if plan.kind == WARNS else plan.kind
     after = dict(plan.shapes) if kind == RESHAPED else {}
     for where in entry.writes:
         value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
         found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         written += [after.get(where, v._h.meta) for v in found]
     made = [] if kind in (WRITTEN, SHARING, RESHAPED) else [m for m in tree_leaves(plan.shapes) if isinstance(m, Meta)]
-    make = checked(made, written, warns)
+    make = checked(made, written)
     if plan.kind != ONE:
         return rare(entry, plan, args, kwargs, call, out, make)
     box = plan.place.outbox
@@ -110,18 +109,15 @@ def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
-def checked(made: Sequence[Meta], written: Sequence[Meta] = (), warned: bool = False) -> Make:
+def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
     """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write; of plain
-    ones for so many tensors that their geometry may not fit into a message: those are not compared.
-
-    ``warned``: the script has warned of what the kernel warns of.
-    """
+    ones for so many tensors that their geometry may not fit into a message: those are not compared."""
     if sum(_DESCRIBED + _PER_DIM * len(m.shape) for m in (*made, *written)) > codec.MAX_MESSAGE // 2:
         return c.Call
     kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
     gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)
     described = tuple(expected(m.shape, m.stride, m.offset, m.dtype, m.bits) for m in kinds)
-    return lambda template, out, args: c.First(template, out, args, described, gives, keeps, warned)
+    return lambda template, out, args: c.First(template, out, args, described, gives, keeps)
 
 
 def rare(
@@ -138,10 +134,6 @@ def rare(
     site = here()
     kind = plan.kind
     if kind == WARNS:
-        if plan.new and make is c.Call:  # the node was asked before, and does not know that it need not warn
-            plan.new = False
-            return first(entry, plan, args, kwargs, call, out)
-        plan.new = False
         kind = _warn(entry, plan, args, kwargs)
     if kind == MANY:
         handles: list[Handle] = []

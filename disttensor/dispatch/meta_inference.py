@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..runtime.process.gc_pause import no_collection
+from ..runtime.process.heard import heard
 
 #: Operators whose meta kernels give other shapes or strides than the CPU kernel, for contiguous operands too: the node
 #: is asked once per signature. (For other operands `lying` in first_call.py finds out.)
@@ -155,14 +157,17 @@ def gives_value(op: OpOverload) -> bool:
 
 
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``op`` on the meta device, and returns its outputs there. Raises NotImplementedError where there is no meta
-    kernel (or a wrong one), and torch's own errors (shapes, dtypes) at the user's line."""
+    """Runs ``op`` on the meta device, and returns its outputs there. What it warns of is for the caller to find out.
+
+    Raises NotImplementedError where there is no meta kernel (or a wrong one), and torch's own errors (shapes, dtypes)
+    at the user's line.
+    """
     if is_wrong(op):
         raise NotImplementedError
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return _KNOWN.get(op, op)(*args, **kwargs)
+        return heard(partial(_KNOWN.get(op, op), *args, **kwargs))[0]
     except NotImplementedError:
         raise
     except (AssertionError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError) as e:

@@ -234,6 +234,7 @@ class Plan:
     """The plan of one signature on one node: the template that a call sends, and the metadata of its results."""
 
     __slots__ = (
+        "foreseen",
         "generation",
         "heavy",
         "kind",
@@ -251,7 +252,7 @@ class Plan:
         self, kind: int, place: Place, specs: tuple[Any, ...], shapes: Any, outs: int, site: Site | None
     ) -> None:
         self.kind = kind
-        #: for a VIEW: no node has compared its geometry yet. For WARNS: no node has been told that the script warns
+        #: for a VIEW: no node has compared its geometry yet
         self.new = True
         #: for a VIEW: the numbers among its arguments, which go into the call (its key has them all). For WARNS: its
         #: kind otherwise, whether it warns each time, and the value that operands have in a trial
@@ -260,6 +261,7 @@ class Plan:
         self.refusals: dict[tuple[int, ...], RuntimeError | None] = {}
         self.place = place
         self.specs: tuple[Any, ...] = (*specs, outs)
+        self.foreseen = False  #: the script warns of its calls
         #: a Meta for ONE; nested metas and None for MANY; new geometries of the written arguments for RESHAPED
         self.shapes = shapes
         self.meta: Meta | None = shapes if isinstance(shapes, Meta) else None
@@ -272,7 +274,13 @@ class Plan:
         """Defines the template if need be, and returns its number; ``template`` holds the number as long as the node's
         generation is the plan's."""
         name, args, kwargs, outs = self.specs
-        return self.place.define(name, args, kwargs, outs, site)
+        return self.place.define(name, args, kwargs, outs, site, self.foreseen)
+
+    def warn(self, each: bool, value: int, site: Site | None) -> None:
+        """Has the script warn of the plan's calls, of ``each`` or of the next one, by a trial with operands of this
+        value."""
+        self.values, self.kind, self.foreseen = (self.kind, each, value), WARNS, True
+        self.template = self.define(site)
 
 
 def _bytes(metas: Any) -> int:

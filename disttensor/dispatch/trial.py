@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..proxy.meta import Meta, contiguous, set_bits
+from ..proxy.meta import Meta, contiguous, quietly, set_bits
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.heard import heard
 
@@ -193,9 +193,9 @@ def _tensor(meta: Meta, sizes: dict[int, int], value: int, device: str) -> torch
         order = sorted(range(len(shape)), key=lambda i: -meta.stride[i])
         steps = dict(zip(order, contiguous(tuple(shape[i] if meta.stride[i] else 1 for i in order)), strict=True))
         stride = tuple(steps[i] if meta.stride[i] else 0 for i in range(len(shape)))
-        made = torch.empty_strided(shape, stride, dtype=meta.dtype, device=device).fill_(value)
+        made = quietly("empty_strided", shape, stride, dtype=meta.dtype, device=device).fill_(value)
     else:
-        memory = torch.full((_end(meta),), value, dtype=meta.dtype, device=device)
+        memory = quietly("full", (_end(meta),), value, dtype=meta.dtype, device=device)
         made = memory.as_strided(shape, meta.stride, meta.offset)
     return set_bits(made, meta.bits) if any(meta.bits) else made
 

@@ -14,10 +14,11 @@ import threading
 import warnings
 from collections import deque
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..runtime.master.failures import Site, line_number
+from ..runtime.master.failures import Replayed, Site, line_number, line_of
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.failure_ids import position
 
 _log = logging.getLogger("disttensor")
 
@@ -32,7 +33,7 @@ class Late(NamedTuple):
     """One warning, and the line that caused it."""
 
     text: str
-    category: type[Warning]
+    category: type[Warning] | str  #: a class, or the name of one that a node has said
     site: Site
     thread: int  #: that is to hear of it; 0 for any
 
@@ -48,14 +49,15 @@ def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thr
     pending.append(Late(text, category, site, thread))
 
 
-def take(told: c.Warned, site: Site | None) -> None:
-    """Takes a warning of a node's. Of a category that is not Python's own it is a UserWarning that names it."""
-    category = _KNOWN.get(told.kind)
-    text = (f"{told.kind}: {told.text}" if category is None else told.text)[:_LONGEST]
+def take(told: c.Warned, rank: int, site: Site | None) -> None:
+    """Takes a warning of the node ``rank``. One of a replay is at the line of that, and names the recorded one."""
+    text, at = told.text[:_LONGEST], position(told.seq)[1]
+    if isinstance(site, Replayed) and 0 <= at < len(recorded := site.recorded.get(rank, ())):
+        text = f"{text} (recorded: {line_of(recorded[at])})"
     if site is None:
-        _log.warning("%s", text)
+        _log.warning("%s: %s", told.kind, text)
     else:
-        warn_later(text, site, category or UserWarning)
+        pending.append(Late(text, told.kind, site, 0))
 
 
 def give(everything: bool = False) -> None:
@@ -75,21 +77,64 @@ def give(everything: bool = False) -> None:
 
 def _warn(late: Late) -> None:
     code, _ = late.site
-    module = _module_of(code.co_filename)
-    scope = module.__dict__
-    warnings.warn_explicit(
-        late.text,
-        late.category,
-        code.co_filename,
-        line_number(late.site),
-        module=scope.get("__name__"),
-        registry=scope.setdefault("__warningregistry__", {}),
-        module_globals=scope,
-    )
+    scope = _scope_of(code.co_filename)
+    warning = _made(late)
+    try:
+        warnings.warn_explicit(
+            warning,
+            type(warning),
+            code.co_filename,
+            line_number(late.site),
+            module=scope.get("__name__"),
+            registry=scope.setdefault("__warningregistry__", {}),
+            module_globals=scope,
+        )
+    except Warning as e:  # which a filter has made of it
+        e.add_note(f"  issued: {line_of(late.site)}")
+        raise
 
 
-def _module_of(filename: str) -> ModuleType:
-    """Returns the module with a file's code: its record of warnings is the one that counts. Code of no file is a
-    notebook's, or typed, which is the main module's."""
-    found = (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == filename)
-    return next(found, sys.modules["__main__"])
+def _made(late: Late) -> Warning:
+    """Makes the warning. Of a category that this process has no class of, or whose class takes no text, it is a
+    UserWarning that names it."""
+    category = late.category if isinstance(late.category, type) else _class_of(late.category)
+    try:
+        if category is not None:
+            made = category(late.text)
+            if str(made) == late.text:
+                return made
+    except Exception:
+        _log.debug("%s takes no text", late.category, exc_info=True)
+    return UserWarning(f"{late.category}: {late.text}")
+
+
+def _class_of(name: str) -> type[Warning] | None:
+    """Returns the category of this name, "module.Class" or "module.Outer.Class", of a module that has been imported:
+    nothing is imported because a node has named it, nor asked of a module that loads what it is asked for."""
+    if name in _KNOWN:
+        return _KNOWN[name]
+    module, dot, rest = name, ".", ""
+    while dot:
+        module, dot, part = module.rpartition(".")
+        rest = f"{part}.{rest}" if rest else part
+        found: Any = sys.modules.get(module)
+        for each in rest.split(".") if found is not None else ():
+            found = (_names(found) if isinstance(found, ModuleType) else found.__dict__).get(each)
+            if not isinstance(found, type):
+                break
+        else:
+            if isinstance(found, type):
+                return found if issubclass(found, Warning) else None
+    return None
+
+
+def _names(module: ModuleType) -> dict[str, Any]:
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return names
+
+
+def _scope_of(filename: str) -> dict[str, Any]:
+    """Returns the names of the module with a file's code: its record of warnings is the one that counts. Code of no
+    file is a notebook's, or typed, which is the main module's."""
+    modules = (_names(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType))
+    return next((names for names in modules if names.get("__file__") == filename), _names(sys.modules["__main__"]))

@@ -16,6 +16,7 @@ import torch
 
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
+from ..runtime.process.heard import heard
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
@@ -155,9 +156,18 @@ def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> 
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor on the meta device with this geometry."""
     if not offset:
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return quietly("empty_strided", shape, stride, dtype=dtype, device="meta")
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n)
-    return torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+    return quietly("empty", (extent,), dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+
+def quietly(factory: str, *args: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Makes a tensor of our own, of whose dtype nobody is warned: torch does so where a user makes one."""
+    if dtype is not torch.complex32:
+        made: torch.Tensor = getattr(torch, factory)(*args, dtype=dtype, device=device)
+        return made
+    made = heard(partial(getattr(torch.ops.aten, factory), *args, dtype=dtype, device=device))[0]
+    return made
 
 
 def set_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tensor:

@@ -180,16 +180,23 @@ class Place:
         return self.index >= 0
 
     def define(
-        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
+        self,
+        op: str,
+        args: tuple[c.Spec, ...],
+        kwargs: tuple[tuple[str, c.Spec], ...],
+        outs: int,
+        site: Site | None,
+        foreseen: bool = False,
     ) -> int:
-        """Returns the number of a template, which is defined on the node at its first use.
+        """Returns the number of a template, which is defined on the node at its first use. ``foreseen``: the caller
+        warns of what its calls warn of.
 
         Raises NotImplementedError for an operator that the node would refuse: the node itself could report that only
         long after the call.
         """
         if op not in self.home.permitted:
             self._permit(op, site)
-        return self.home.define(op, args, kwargs, outs, site)
+        return self.home.define(op, args, kwargs, outs, site, foreseen)
 
     def _permit(self, op: str, site: Site | None) -> None:
         """Raises NotImplementedError unless the node may run ``op`` and has it.

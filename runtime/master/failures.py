@@ -156,8 +156,8 @@ class Failures(dict[tuple[int, int], Failure]):
     def __init__(self) -> None:
         super().__init__()
         self._whole: dict[tuple[int, int], Failure] = {}  #: those with their traceback and whole message
-        #: takes a node's warning, which is not a failure, and the line that issued the command
-        self.on_warning: Callable[[c.Warned, Site | None], None] = lambda told, site: None
+        #: takes a node's warning, which is not a failure, the node's rank, and the line that issued the command
+        self.on_warning: Callable[[c.Warned, int, Site | None], None] = lambda told, rank, site: None
 
     def keep(self, failure: Failure) -> None:
         """Adds a failure. When there are too many, half of them are dropped.

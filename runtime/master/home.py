@@ -31,9 +31,16 @@ class Home:
         self._before: list[int] = []  #: the templates of the generation before
 
     def define(
-        self, op: str, args: tuple[c.Spec, ...], kwargs: tuple[tuple[str, c.Spec], ...], outs: int, site: Site | None
+        self,
+        op: str,
+        args: tuple[c.Spec, ...],
+        kwargs: tuple[tuple[str, c.Spec], ...],
+        outs: int,
+        site: Site | None,
+        foreseen: bool = False,
     ) -> int:
-        """Returns the number of a template, which is defined on the node at its first use.
+        """Returns the number of a template, which is defined on the node at its first use. ``foreseen``: the caller
+        warns of what its calls warn of.
 
         The table is bounded: ``start_generation`` drops the templates of the generation before the last. Plans that
         name them were dropped one generation before, so no thread can still be about to use one.
@@ -41,12 +48,12 @@ class Home:
         Raises DisttensorError for one that no message can carry, or whose calls none may be able to carry: a node that
         was not told of a template would fail at each of its calls, without a word of why.
         """
-        key = (op, exact(args), exact(kwargs), outs)
+        key = (op, exact(args), exact(kwargs), outs, foreseen)
         with self.lock:
             number = self.templates.get(key)
             if number is None:
                 number = next(self._numbers)
-                define = c.Define(number, op, args, kwargs, outs)
+                define = c.Define(number, op, args, kwargs, outs, foreseen)
                 _check_size(define)
                 self._know(number, define)
                 self.outbox.add(define, site)

@@ -506,7 +506,7 @@ class Link:
             seq = position(reply.seq)[0]
             if not 0 <= seq < node.outbox.sent:
                 raise ProtocolError(f"a warning of command {reply.seq}, and {node.outbox.sent} were sent")
-            self.failures.on_warning(reply, node.outbox.site(seq))
+            self.failures.on_warning(reply, rank, node.outbox.site(seq))
         else:
             request = self._requests.get(reply.request)
             if request is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, earliest
 from ..protocol.traits import TRAITS
 from . import collectives, warned
-from .call_forms import Run
 from .failures import name_of
 from .graphs.graphs import Graphs
 from .state import NodeState, PoisonRead
@@ -145,14 +143,13 @@ class Executor(NodeState):
                 if template.mutated and store.sending:
                     self._settle(template, command)
                 if type(command) is c.First:
-                    self._first(template, template.storing(store.entries), command, command.warned)
+                    self._hear(template, command)
                     template.compare(command, store.entries)
                 else:
                     try:
                         template.run(command.out, command.args)
                     except warned.Loud:
-                        run = template.storing(store.entries)
-                        warned.run_loudly(run, command, self.emit, self.number)
+                        self._hear(template, command)
             case c.Free():
                 store.free(command.first, command.distances)
             case c.Define():
@@ -253,7 +250,7 @@ class Executor(NodeState):
         if template.mutated and self.store.sending:
             self._settle(template, call)
         if template.outs or template.mutated:  # mostly the first call of a signature, or one with shapes of its own
-            made = self._first(template, template.call, call, command.warned)
+            made = warned.hear(template, template.aloud(self.store.entries), call, self.emit, self.number)
         else:
             made = template.call(call.out, call.args)
         results = self.answer(command, template, made, self.store.entries)
@@ -262,12 +259,10 @@ class Executor(NodeState):
                 if tensor is not None:
                     self.store.entries[ref] = tensor
 
-    def _first(self, template: Template, run: Run, call: c.Call, foreseen: bool) -> Any:
-        """Runs a signature's first call, and has later ones be heard as this one's warnings tell."""
-        result, wrap = warned.run_first(run, call, self.emit, self.number, foreseen)
-        if wrap is not None:
-            template.run = wrap(template.storing(self.store.entries))
-        return result
+    def _hear(self, template: Template, call: c.Call) -> None:
+        """Applies a call whose warnings are told."""
+        entries = self.store.entries
+        warned.hear(template, template.storing(entries, template.aloud(entries)), call, self.emit, self.number)
 
     def _send(self, command: c.Send) -> None:
         channel = self.channels.data[command.channel]

@@ -43,8 +43,6 @@ def fast_path(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
     ``tensor``: whether the first argument is a tensor and not a number, as in ``torch.div(1.0, x)``.
     """
     name = op.name()
-    if name == "aten::mkldnn_rnn_layer":
-        return _rnn_layer
     base = name.removeprefix("aten::").partition(".")[0]
     if name in METHODS and tensor:
         return getattr(torch._C.TensorBase, base, op._op)
@@ -52,7 +50,13 @@ def fast_path(op: OpOverload, tensor: bool = True) -> Callable[..., Any]:
         return getattr(torch._C._VariableFunctions, base, op._op)
     if name in NETWORKS:
         return getattr(torch._C._nn, base, op._op)
-    return op._op
+    return plain_path(op)
+
+
+def plain_path(op: OpOverload) -> Callable[..., Any]:
+    """Returns a callable that runs ``op`` without one of torch's bindings: those have a handler of warnings of their
+    own, so that what the kernel warns of would come at the line of ours that calls."""
+    return _rnn_layer if op.name() == "aten::mkldnn_rnn_layer" else op._op
 
 
 def _rnn_layer(*args: Any) -> Any:

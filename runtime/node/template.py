@@ -14,7 +14,8 @@ from ..protocol.allow_list import AllowList
 from ..protocol.errors import ProtocolError
 from . import geometry
 from .call_forms import Entries, Run, Slot, caller
-from .op_fast_path import fast_path
+from .op_fast_path import fast_path, plain_path
+from .warned import dropping
 
 #: Operators that write these arguments though their schemas do not say so: in training, by the argument of that name.
 HIDDEN_WRITES = {
@@ -30,7 +31,10 @@ HIDDEN_WRITES = {
 class Template:
     """``run(out, args)`` executes and stores the outputs; ``call(out, args)`` executes and returns the result."""
 
-    __slots__ = ("call", "holes", "keyword", "mutated", "name", "op", "outs", "over", "positional", "run", "single")
+    __slots__ = (
+        "aloud", "call", "foreseen", "holes", "keyword", "loud", "mutated", "name", "op", "outs", "over", "positional",
+        "run", "single",
+    )  # fmt: skip
 
     def __init__(
         self, define: c.Define, allow: AllowList, entries: Entries, device_of: Callable[[str], torch.device]
@@ -52,15 +56,21 @@ class Template:
         self.positional, self.keyword = positional, keyword
         #: makes another ``call``, for other entries
         way = fast_path(op, bool(positional) and positional[0].letter == "T")
+        self.foreseen = define.foreseen  #: the master warns of its calls
+        self.loud = False  #: the first call has warned of what the master has not foreseen
         self.over: Callable[[Entries], Run] = partial(caller, way, positional, keyword)
+        #: as ``over``, for a call whose warnings are heard
+        self.aloud: Callable[[Entries], Run] = partial(caller, plain_path(op), positional, keyword)
+        if self.foreseen:
+            self.over = self.aloud = partial(_dropping, self.aloud)
         self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # not a list of one tensor
         self.run = self.storing(entries)
 
-    def storing(self, e: Entries) -> Run:
-        """Returns a function that does ``call`` and stores the outputs."""
-        call = self.call
+    def storing(self, e: Entries, call: Run | None = None) -> Run:
+        """Returns a function that does ``call``, or the given one, and stores the outputs."""
+        call = self.call if call is None else call
         if self.outs == 0:
             return call
         if self.outs == 1 and self.single:
@@ -124,16 +134,21 @@ class Broken(Template):
 
     def __init__(self, define: c.Define, why: Exception) -> None:
         self.name, self.outs, self.mutated = define.op, define.outs, ()
+        self.foreseen = self.loud = False
         self.holes = tuple(_holes((*define.args, *(s for _, s in define.kwargs))))
 
         def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:
             raise why.with_traceback(None)
 
         self.run = self.call = refuse
-        self.over = lambda entries: refuse
+        self.over = self.aloud = lambda entries: refuse
 
-    def storing(self, e: Entries) -> Run:
+    def storing(self, e: Entries, call: Run | None = None) -> Run:
         return self.call
+
+
+def _dropping(over: Callable[[Entries], Run], e: Entries) -> Run:
+    return dropping(over(e))
 
 
 def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:

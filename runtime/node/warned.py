@@ -1,8 +1,8 @@
 """Tells the script, which knows the line, what its node's kernels and functions warn of.
 
 A node calls operators, whose warnings torch prints. So the first call of each signature is heard, and each later one of
-a signature that has warned; the others cost nothing. What the script has foreseen it has warned of itself, and the node
-drops it.
+a template of which one has warned; the others cost nothing. What the script has foreseen it has warned of itself, and
+the node drops it: such calls have templates of their own.
 
 Nodes that are threads of the script share its filters, and its record of what was shown. They drop what the script has
 foreseen, and leave the rest as it is.
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..process import role
 from ..process.heard import FILE, Listener, heard, listening
@@ -26,13 +26,20 @@ from .call_forms import Run
 
 Emit = Callable[[c.Reply], None]
 
-_shown: dict[Any, Any] = {}
-#: Where what kernels warn of comes to ``showwarning``, or is an error.
-_listen = listening(__name__, _shown)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Template(Protocol):
+    """What is known here of a template (template.py)."""
+
+    foreseen: bool
+    loud: bool
+    run: Run
 
 
 class Loud(Exception):
-    """Raised by a signature that warns, in place of a call: the caller notes its number, and calls ``run_loudly``."""
+    """Raised by a loud template in place of a call: the caller notes its number, and calls ``hear``."""
 
 
 class _Current(threading.local):
@@ -76,37 +83,33 @@ def tell_warnings() -> None:
     warnings.showwarning = show
 
 
-Wrap = Callable[[Run], Run]
+def hear(template: Template, run: Run, call: c.Call, emit: Emit, number: int) -> Any:
+    """Runs a template's first call, or one after a loud first call, and tells what kernels warn of, except what the
+    script has foreseen."""
+    if template.foreseen or not role.is_node():
+        return run(call.out, call.args)
+    result, told = heard_by(partial(run, call.out, call.args), emit, number)
+    if told and not template.loud:
+        template.loud, template.run = True, _raise_loud
+    return result
 
 
-def run_first(run: Run, call: c.Call, emit: Emit, number: int, warned: bool) -> tuple[Any, Wrap | None]:
-    """Runs a signature's first call, of which the script has ``warned`` or not. Returns the result, and what makes the
-    function for later calls, if an ordinary one would not do."""
-    if warned:
-        return dropping(run)(call.out, call.args), dropping
-    if not role.is_node():
-        return run(call.out, call.args), None
-    result, loud = run_loudly(run, call, emit, number)
-    return result, (lambda run: _raise_loud) if loud else None
-
-
-def dropping(run: Run) -> Run:
+def dropping(run: Callable[P, T]) -> Callable[P, T]:
     """Returns what runs calls whose warnings the script has foreseen."""
-    return lambda out, args: heard(partial(run, out, args))[0]
+    return lambda *args, **kwargs: heard(partial(run, *args, **kwargs))[0]
 
 
 def _raise_loud(out: int, args: Any) -> Any:
     raise Loud
 
 
-def run_loudly(run: Run, call: c.Call, emit: Emit, number: int) -> tuple[Any, bool]:
+def heard_by(call: Callable[[], T], emit: Emit, number: int) -> tuple[T, bool]:
     """Runs a call, and tells what kernels warn of. Returns the result, and whether they did."""
-    listener = Listener(partial(run, call.out, call.args))
+    listener = Listener(call)
     told: list[c.Reply] = []
     with telling(told.append, number):
-        _shown.clear()
         try:
-            _listen(listener)
+            listening(__name__, {})(listener)
         except Warning as e:  # which this process's filters make an error; the call has been done
             assert _current.tell is not None
             _current.tell(f"{type(e).__module__}.{type(e).__qualname__}", f"{e} (on a node)")

@@ -36,7 +36,6 @@ class First(Call, frozen=True, tag=58):
     kinds: tuple[Expected, ...]
     gives: tuple[int, ...]
     keeps: tuple[int, ...]
-    warned: bool = False  #: whether the master warns of these calls, so that the node's own warnings say nothing new
 
 
 class Define(Message, frozen=True, tag=11):
@@ -47,6 +46,7 @@ class Define(Message, frozen=True, tag=11):
     args: tuple[Spec, ...]
     kwargs: tuple[tuple[str, Spec], ...]
     outs: int
+    foreseen: bool = False  #: whether the master warns of its calls, so that the node's own warnings say nothing new
 
 
 class Forget(Message, frozen=True, tag=12):
@@ -67,7 +67,6 @@ class Ask(Message, frozen=True, tag=14):
 
     request: int
     call: Call
-    warned: bool = False  #: whether the master warns of it, and of later calls, as in a First
 
 
 class Send(Message, frozen=True, tag=15):

@@ -4,10 +4,13 @@ naming the line."""
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -18,12 +21,46 @@ import disttensor as dt
 
 NODE = "node:1"
 
+#: Returns whether a text, "Warning" if none is given, was not among what the nodes have written to stderr until now.
+Quiet = Callable[..., bool]
+
+
+@pytest.fixture(scope="module")
+def quiet(request: pytest.FixtureRequest) -> Iterator[Quiet]:
+    """Two nodes that are processes, for the module, whose stderr is read here."""
+    ours, theirs = os.pipe()
+    kept = os.dup(2)
+    os.dup2(theirs, 2)  # whoever writes for the nodes takes it as it is at their start
+    os.close(theirs)
+    try:
+        request.getfixturevalue("processes")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+    def so_far(text: str = "Warning") -> bool:
+        dt.run(os.write, 2, b"that is all\n", node=1)
+        written = b""
+        while b"that is all" not in written:
+            written += os.read(ours, 1 << 16)
+        return text.encode() not in written
+
+    yield so_far
+    os.close(ours)
+
 
 @pytest.fixture
 def heard() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
+
+
+@pytest.fixture
+def always() -> Iterator[None]:
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
 
 
 def said(heard: list[warnings.WarningMessage]) -> list[tuple[type, str, int]]:
@@ -68,30 +105,57 @@ def deprecated(device: str) -> object:
     )
 
 
-PROGRAMS = [deviation, method, several, nothing, written, in_place, deprecated]
+def copied(device: str) -> object:
+    return torch.ones(3, device=device).copy_(torch.ones(3, dtype=torch.complex64, device=device))
 
 
-@pytest.mark.usefixtures("processes")
+def halved(device: str) -> object:
+    return one(device).chalf()
+
+
+PROGRAMS = [deviation, method, several, nothing, written, in_place, deprecated, copied, halved]
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def on_a_stream() -> Iterator[None]:
+    with dt.stream(dt.Stream(NODE)):
+        yield
+
+
+@contextmanager
+def beside_one() -> Iterator[None]:
+    stream = dt.Stream(NODE)
+    yield
+    del stream
+
+
+@pytest.mark.parametrize("way", [in_turn, on_a_stream], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_same_warnings_at_the_same_lines(
-    heard: list[warnings.WarningMessage], capfd: pytest.CaptureFixture[str], program: Callable[[str], object]
+    quiet: Quiet,
+    always: None,
+    heard: list[warnings.WarningMessage],
+    program: Callable[[str], object],
+    way: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    torch.set_warn_always(True)
-    try:
-        program("cpu")
-        expected = said(heard)
-        assert expected
+    program("cpu")
+    expected = said(heard)
+    assert expected
+    with way():
         for _ in range(2):
             program(NODE)
             assert said(heard) == expected
-        dt.synchronize()
-        assert not heard
-    finally:
-        torch.set_warn_always(False)
-    assert "Warning" not in capfd.readouterr().err
+    dt.synchronize()
+    assert not heard
+    assert quiet()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("quiet")
 def test_an_error_of_a_filter_is_raised_at_the_line() -> None:
     x = one(NODE)
     for _ in range(2):
@@ -100,7 +164,7 @@ def test_an_error_of_a_filter_is_raised_at_the_line() -> None:
     dt.synchronize()
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("quiet")
 def test_what_is_warned_of_once_in_a_process_is_warned_of_once(heard: list[warnings.WarningMessage]) -> None:
     z = torch.ones(2, 7, dtype=torch.complex64, device=NODE)
     into = torch.ones(5, 7, device=NODE)
@@ -111,31 +175,84 @@ def test_what_is_warned_of_once_in_a_process_is_warned_of_once(heard: list[warni
     assert len(said(heard)) <= 1
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("quiet")
 def test_smaller_sizes_in_a_trial_warn_of_nothing(heard: list[warnings.WarningMessage]) -> None:
     torch.ones(3000, device=NODE).var(correction=5)
     dt.synchronize()
     assert not said(heard)
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("way", [in_turn, on_a_stream, beside_one], ids=lambda way: way.__name__)
 def test_what_only_the_node_finds_is_told_with_its_line(
-    heard: list[warnings.WarningMessage], capfd: pytest.CaptureFixture[str]
+    quiet: Quiet,
+    heard: list[warnings.WarningMessage],
+    way: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    large = torch.ones(70_000, 1, device=NODE)
-    for _ in range(2):
-        large.std(1)
-    large.std(1).sum().item()
+    own = [in_turn, on_a_stream, beside_one].index(way) + 1  # each way's first call is the first of its template
+    with way():
+        large = torch.ones(70_000, 1, device=NODE)
+        for _ in range(2):
+            large.std(1, correction=own)
+        large.std(1, correction=own).sum().item()
     dt.synchronize()
     lines, start = inspect.getsourcelines(test_what_only_the_node_finds_is_told_with_its_line)
-    at = [start + i for i, each in enumerate(lines) if "large.std(1)" in each][:2]
+    at = [start + i for i, each in enumerate(lines) if "large.std(1" in each][:2]
     found = [(each.filename, each.category, each.lineno) for each in heard]
     assert found == [(__file__, UserWarning, line) for line in (at[0], at[0], at[1])]
     assert all("degrees of freedom is <= 0" in str(each.message) for each in heard)
-    assert "Warning" not in capfd.readouterr().err
+    assert quiet()
 
 
-@pytest.mark.usefixtures("processes")
+def test_what_the_script_foresees_of_some_sizes_hides_nothing_of_others(
+    quiet: Quiet, heard: list[warnings.WarningMessage]
+) -> None:
+    small, large = torch.ones(2, 1, device=NODE), torch.ones(70_000, 1, device=NODE)
+    for order in ((small, large, small), (large, small, large)):
+        for x in order:
+            x.std(1, correction=7)
+            dt.synchronize()
+            (each,) = heard
+            assert str(each.message).endswith("(on a node)") == (x is large)
+            heard.clear()
+    assert quiet()
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_graph_warns_as_it_is_recorded_and_of_the_rest_as_it_is_replayed(
+    quiet: Quiet, always: None, heard: list[warnings.WarningMessage], warm: bool
+) -> None:
+    small, large = torch.ones(2, 1, device=NODE), torch.ones(70_000, 1, device=NODE)
+    into, source = torch.zeros(2, device=NODE), torch.full((2,), 2 + 1j, device=NODE)
+    if warm:
+        small.std(1, correction=8), large.std(1, correction=8), into.copy_(source)
+        dt.synchronize()
+        heard.clear()
+    g = dt.Graph()
+    with dt.graph(g):
+        first = small.std(1, correction=8 + (not warm)).sum()
+        at = sys._getframe().f_lineno
+        second = large.std(1, correction=8 + (not warm)).sum()
+        into.copy_(source)
+    assert [each.lineno - at for each in heard] == [-1, 2]
+    for _ in range(3):
+        heard.clear()
+        g.replay()
+        line = sys._getframe().f_lineno - 1
+        dt.synchronize()
+        (each,) = heard
+        assert (each.category, each.filename, each.lineno) == (UserWarning, __file__, line)
+        assert str(each.message).endswith(f"(on a node) (recorded: {__file__}:{at + 1} in {_name()})")
+    assert first.isnan().item()
+    assert second.isnan().item()
+    assert into.tolist() == [2, 2]
+    assert quiet()
+
+
+def _name() -> str:
+    return sys._getframe(1).f_code.co_qualname
+
+
+@pytest.mark.usefixtures("quiet")
 def test_modes_above_torch_see_no_trial(heard: list[warnings.WarningMessage]) -> None:
     x = torch.ones(1, 2, device=NODE)
     seen = []
@@ -166,21 +283,31 @@ def warns(kind: type[Warning] | None, text: str) -> int:
     return 7
 
 
-@pytest.mark.usefixtures("processes")
+class Mine(UserWarning):
+    class Inner(RuntimeWarning):
+        pass
+
+
+class Strange(UserWarning):
+    def __init__(self, one: str, two: str = "") -> None:
+        super().__init__("something else")
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["in turn", "beside"])
-@pytest.mark.parametrize("kind", [RuntimeWarning, None], ids=["python's", "its own"])
+@pytest.mark.parametrize("kind", [RuntimeWarning, Mine, Mine.Inner, Strange, None], ids=str)
 def test_a_functions_warning_is_one_of_the_line_that_issued_it(
-    heard: list[warnings.WarningMessage], capfd: pytest.CaptureFixture[str], beside: bool, kind: type[Warning] | None
+    quiet: Quiet, heard: list[warnings.WarningMessage], beside: bool, kind: type[Warning] | None
 ) -> None:
     text = f"as {kind} says{' beside' * beside}"
     assert dt.submit(warns, kind, text, node=1, beside=beside).result() == 7
     line = sys._getframe().f_lineno - 1
     dt.synchronize()
     (each,) = heard
-    assert (each.category, each.filename, each.lineno) == (kind or UserWarning, __file__, line)
-    assert str(each.message).startswith(text if kind else f"{__name__}.warns.<locals>.Own: {text}")
+    unknown = {None: "warns.<locals>.Own: as", Strange: "Strange: something else"}.get(kind)
+    assert (each.category, each.filename, each.lineno) == (UserWarning if unknown else kind, __file__, line)
+    assert str(each.message).startswith(f"{__name__}.{unknown}" if unknown else text)
     assert str(each.message).endswith(", on a node)")
-    assert text not in capfd.readouterr().err
+    assert quiet(text)
 
 
 def test_a_strict_script_fails_at_the_next_wait(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
@@ -197,4 +324,5 @@ dt.synchronize()
 """)
     assert done.returncode == 1
     assert "UserWarning: beware (" in done.stderr
+    assert re.search(r"issued: .*:9 in <module>\n", done.stderr)
     assert "[node 0]" not in done.stderr

@@ -11,6 +11,8 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_line
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +25,11 @@ from ...protocol.errors import DisttensorError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
 from .. import geometry
+from ..op_fast_path import plain_path
 from ..state import NodeState
 from ..store import Promise, Unmade, made, memory, shared
-from ..template import Broken
+from ..template import Broken, Template
+from ..warned import dropping, heard_by
 from .engines.builder import Builder
 from .engines.registry import ENGINES
 from .program import Engine, Program, line_of_call, program, writers
@@ -53,6 +57,7 @@ class Segment:
     dead: list[list[int]]  #: refs made here that nothing needs after each call
     writes: tuple[int, ...]  #: inputs whose memory is written
     new: bool  #: contains first calls of signatures, which its first replay does one by one
+    make: Callable[[Program], Engine]  #: makes an engine for a program
 
 
 @dataclass
@@ -202,7 +207,30 @@ class Graphs:
         for ref in made - needed:
             dead[place[last[ref]]].append(ref)
         new = any(type(call) is c.First for call in calls)
-        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new)
+        found = self._heard(found, calls, run[0])
+        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new, make)
+
+    def _heard(self, program: Program, calls: Sequence[c.Call], first: int) -> Program:
+        """Returns a program in which calls that warn are heard; ``first``: the place of its first call in the
+        recording."""
+        lines = list(program.lines)
+        for i, (line, call) in enumerate(zip(lines, calls, strict=True)):
+            template = self._node.templates[call.template]
+            if line.heard is None and (template.foreseen or template.loud):
+                lines[i] = replace_line(line, heard=self._hearing(template, first + i))
+        return program if lines == [*program.lines] else replace_line(program, lines=tuple(lines))
+
+    def _hearing(self, template: Template, at: int) -> Callable[..., Any]:
+        """Returns what runs a template's operator, and tells of its warnings as command ``at`` of the recording's."""
+        function, node = plain_path(template.op), self._node
+        if template.foreseen:
+            return dropping(function)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            node.at = at
+            return heard_by(partial(function, *args, **kwargs), node.emit, node.number)[0]
+
+        return run
 
     def sends(self, graph: int) -> bool:
         """Returns whether the graph's replays send anything to peers."""
@@ -330,6 +358,9 @@ class Graphs:
         if segment.new:
             segment.new = False
             self._plainly(segment, 0, numbers)
+            program = self._heard(segment.program, segment.calls, segment.at)
+            if program is not segment.program:
+                segment.program, segment.engine = program, segment.make(program)
             return
         if node.store.sending and segment.writes:
             node.store.settle(inputs)

@@ -42,10 +42,13 @@ class Line:
     kwargs: dict[str, Any]
     outs: tuple[int, ...]  #: registers of its output tensors, flat; () for a line that only writes its arguments
     single: bool  #: its output is one tensor, not a tuple or list
+    heard: Callable[..., Any] | None = None  #: the callable that runs it, where the operator's warnings are heard
 
     @property
     def function(self) -> Callable[..., Any]:
         """The callable that runs the line's operator, called with the values that ``args`` and ``kwargs`` stand for."""
+        if self.heard is not None:
+            return self.heard
         return fast_path(self.op, bool(self.args) and isinstance(self.args[0], Reg))
 
 

@@ -200,7 +200,7 @@ class Scheduler(Lanes):
         self._task(
             lane,
             template.name,
-            partial(_run_call, lane, template, call),
+            partial(_run_call, self.node, self.node.number, lane, template, call),
             template.operands(call.out, call.args),
             template.results(call.out, call.args),
             writes=template.written(call.out, call.args),
@@ -208,10 +208,11 @@ class Scheduler(Lanes):
 
     def _ask(self, lane: Lane, ask: c.Ask) -> None:
         call, node = ask.call, self.node
-        template = node.templates[call.template]
+        template, number = node.templates[call.template], node.number
 
         def run(values: Values) -> Results:
-            return node.answer(ask, template, _twin(lane, template)(call.out, call.args), values) or None
+            made = _hear(node, number, lane, template, call)
+            return node.answer(ask, template, made, values) or None
 
         self._task(
             lane,
@@ -424,8 +425,15 @@ def _twin(lane: Lane, template: Template) -> Callable[[int, Any], Any]:
     return twin
 
 
-def _run_call(lane: Lane, template: Template, call: c.Call, values: Values) -> Results:
-    result = _twin(lane, template)(call.out, call.args)
+def _hear(node: NodeState, number: int, lane: Lane, template: Template, call: c.Call) -> Any:
+    return warned.hear(template, template.aloud(lane.values), call, node.emit, number)
+
+
+def _run_call(node: NodeState, number: int, lane: Lane, template: Template, call: c.Call, values: Values) -> Results:
+    if template.loud or type(call) is c.First:
+        result = _hear(node, number, lane, template, call)
+    else:
+        result = _twin(lane, template)(call.out, call.args)
     results = [] if not template.outs else [result] if isinstance(result, torch.Tensor) else tensors_of(result)
     if type(call) is c.First:
         template.compare(
