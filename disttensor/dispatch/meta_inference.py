@@ -11,7 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..runtime.process.gc_pause import no_collection
 from ..runtime.process.heard import heard
+
+T = TypeVar("T")
 
 #: Operators whose meta kernels give other shapes or strides than the CPU kernel, for contiguous operands too: the node
 #: is asked once per signature. (For other operands `lying` in first_call.py finds out.)
@@ -167,7 +169,7 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     try:
-        return heard(partial(_KNOWN.get(op, op), *args, **kwargs))[0]
+        return unwarned(partial(_KNOWN.get(op, op), *args, **kwargs))
     except NotImplementedError:
         raise
     except (AssertionError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError) as e:
@@ -180,6 +182,39 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(e, (AssertionError, ArithmeticError)):
             raise
         raise RuntimeError(f"{op.name()}: {e}" if str(e) else f"{op.name()} refuses these arguments") from e
+
+
+class _Running(threading.local):
+    """Whether this thread runs meta kernels of our own accord."""
+
+    meta = False
+
+
+_running = _Running()
+
+
+def unwarned(call: Callable[[], T]) -> T:
+    """Returns what a call that runs meta kernels returns. Nobody hears what they warn of, be they C++ or Python: the
+    kernels themselves warn of it as well."""
+    before, _running.meta = _running.meta, True
+    try:
+        return heard(call)[0]
+    finally:
+        _running.meta = before
+
+
+class QuietWarnings:
+    """Stands for the module ``warnings`` where torch's meta kernels are: those that we run warn nobody."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def warn(self, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
+        if not _running.meta:
+            self._original.warn(*args, stacklevel=stacklevel + 1, **kwargs)
 
 
 def _locally(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:

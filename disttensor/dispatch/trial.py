@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..proxy.meta import Meta, contiguous, quietly, set_bits
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.heard import heard
+from .meta_inference import unwarned
 
 #: The elements, at most, of operands and results that a trial has as they are; larger ones have smaller sizes in it.
 _SMALL = 1 << 10
@@ -86,7 +87,7 @@ def tried(op: OpOverload, args: Any, kwargs: Any, taken: Any) -> Found:
         return Found(small and taken is not None and not _alike(made, taken), value if warned and small else None)
     if not small:
         try:  # where these sizes do not go together, nothing is known
-            _run(op, args, kwargs, sizes, 0, "meta")
+            unwarned(partial(_run, op, args, kwargs, sizes, 0, "meta"))
         except Exception:
             return Found(False)
     return Found(True)

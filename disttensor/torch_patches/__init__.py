@@ -121,6 +121,14 @@ PATCHES: tuple[Patch, ...] = (
         )
         for setter in torch_switches.SETTERS
     ),
+    *(
+        Patch(
+            f"torch.{module}.warnings", "dispatch.meta_inference:QuietWarnings", SESSION,
+            "a meta kernel in Python that is asked for a shape warns of what the kernel warns of: a warning came twice",
+            "meta kernels that leave warnings to the kernels",
+        )
+        for module in ("_prims_common", "_prims_common.wrappers")
+    ),
     Patch(
         "torch.backends.ContextProp.__set__", "torch_backend.switches:of_attributes", SESSION,
         "torch.backends.cudnn.deterministic = True: its properties have kept the setters that are replaced above",

@@ -94,6 +94,11 @@ def written(device: str) -> object:
     return torch.ones(2, device=device).mul_(2), torch.std(one(device), out=torch.empty((), device=device)), out
 
 
+def resized(device: str) -> object:
+    x, at = torch.ones(3, 2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    return torch.index_select(x, 0, at, out=torch.ones(5, device=device))
+
+
 def in_place(device: str) -> object:
     into = torch.ones(4, 3, device=device)
     return into.index_reduce_(0, torch.zeros(1, dtype=torch.int64, device=device), into[:1].clone(), "mean")
@@ -113,7 +118,7 @@ def halved(device: str) -> object:
     return one(device).chalf()
 
 
-PROGRAMS = [deviation, method, several, nothing, written, in_place, deprecated, copied, halved]
+PROGRAMS = [deviation, method, several, nothing, written, resized, in_place, deprecated, copied, halved]
 
 
 @contextmanager
