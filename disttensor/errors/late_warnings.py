@@ -36,6 +36,7 @@ class Late(NamedTuple):
     category: type[Warning] | str  #: a class, or the name of one that a node has said
     site: Site
     thread: int  #: that is to hear of it; 0 for any
+    module: str = ""  #: the module that has warned, where that is not the site's
 
 
 #: The most warnings that wait, of which the oldest are dropped, and the most characters of one: a node may send any.
@@ -57,7 +58,7 @@ def take(told: c.Warned, rank: int, site: Site | None) -> None:
     if site is None:
         _log.warning("%s: %s", told.kind, text)
     else:
-        pending.append(Late(text, told.kind, site, 0))
+        pending.append(Late(text, told.kind, site, 0, told.module))
 
 
 def give(everything: bool = False) -> None:
@@ -79,6 +80,8 @@ def _warn(late: Late) -> None:
     code, _ = late.site
     scope = _scope_of(code.co_filename)
     warning = _made(late)
+    if late.module and _is_ignored(warning, late.module):
+        return
     try:
         warnings.warn_explicit(
             warning,
@@ -92,6 +95,19 @@ def _warn(late: Late) -> None:
     except Warning as e:  # which a filter has made of it
         e.add_note(f"  issued: {line_of(late.site)}")
         raise
+
+
+def _is_ignored(warning: Warning, module: str) -> bool:
+    """Returns whether the filters of this process say that a warning of a line of ``module`` is not for the user."""
+    for action, text, category, where, line in warnings.filters:
+        if (
+            isinstance(warning, category)
+            and (text is None or text.match(str(warning)))
+            and (where is None or (where.match(module) if hasattr(where, "match") else where == module))
+            and line == 0
+        ):
+            return action == "ignore"
+    return False
 
 
 def _made(late: Late) -> Warning:

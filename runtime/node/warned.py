@@ -11,11 +11,13 @@ foreseen, and leave the rest as it is.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..process import role
@@ -45,7 +47,7 @@ class Loud(Exception):
 class _Current(threading.local):
     """The command whose warnings are this thread's."""
 
-    tell: Callable[[str, str], None] | None = None
+    tell: Callable[[str, str, str], None] | None = None
 
 
 _current = _Current()
@@ -53,11 +55,15 @@ _current = _Current()
 
 @contextmanager
 def telling(emit: Emit, number: int) -> Iterator[None]:
-    """Has what this thread warns of in a ``with`` block be told as warnings of command ``number``."""
+    """Has what this thread warns of in a ``with`` block be told as warnings of command ``number``, each once."""
+    said: set[c.Warned] = set()
 
-    def tell(kind: str, text: str) -> None:
+    def tell(kind: str, text: str, module: str = "") -> None:
         text = text[:MAX_TEXT].encode("utf-8", "replace").decode()
-        emit(c.Warned(number, kind[:MAX_NAME], text))
+        warned = c.Warned(number, kind[:MAX_NAME], text, module[:MAX_NAME])
+        if warned not in said:
+            said.add(warned)
+            emit(warned)
 
     before, _current.tell = _current.tell, tell
     try:
@@ -66,21 +72,56 @@ def telling(emit: Emit, number: int) -> Iterator[None]:
         _current.tell = before
 
 
+#: What Python ignores by default, at other places than the main module's lines.
+_IGNORED = (DeprecationWarning, PendingDeprecationWarning)
+
+
 def tell_warnings() -> None:
-    """Has this process, which is a node, tell the script of Python's warnings while a command of its runs."""
+    """Has this process, which is a node, tell the script of Python's warnings while a command of its runs. Whether they
+    are shown is for the script's filters; only what the environment of the node says of them holds here, and what
+    functions do."""
     shown, process = warnings.showwarning, os.getpid()
+    outside: set[tuple[str, str, int]] = set()
+    for given in [
+        *(("ignore", None, category, None, 0) for category in _IGNORED),
+        ("default", None, DeprecationWarning, "__main__", 0),
+    ]:
+        with suppress(ValueError):
+            warnings.filters.remove(given)  # type: ignore[attr-defined, unused-ignore]
+    warnings.simplefilter("always", append=True)
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         tell = _current.tell
         if tell is None or file is not None or os.getpid() != process:  # a thread or a child of a function's
+            place = (str(message), filename, lineno)
+            if file is None and (place in outside or issubclass(category, _IGNORED)):
+                return
+            if len(outside) < _MOST:
+                outside.add(place)
             shown(message, category, filename, lineno, file, line)
+        elif filename == FILE:
+            tell(f"{category.__module__}.{category.__qualname__}", f"{message} (on a node)", "")
         else:
-            where = "" if filename == FILE else f"{filename}:{lineno}, "
-            tell(f"{category.__module__}.{category.__qualname__}", f"{message} ({where}on a node)")
+            kind, text = f"{category.__module__}.{category.__qualname__}", f"{message} ({filename}:{lineno}, on a node)"
+            tell(kind, text, _module_at(filename, lineno))
 
     warnings.showwarning = show
+
+
+#: The most places outside of commands that are known to have warned.
+_MOST = 10_000
+
+
+def _module_at(filename: str, lineno: int) -> str:
+    """Returns the name of the module whose line warns, as the filters of Python's warnings take it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_lineno == lineno and frame.f_code.co_filename == filename:
+            return str(frame.f_globals.get("__name__", "<string>"))
+        frame = frame.f_back
+    return filename.removesuffix(".py")
 
 
 def hear(template: Template, run: Run, call: c.Call, emit: Emit, number: int) -> Any:
@@ -112,7 +153,7 @@ def heard_by(call: Callable[[], T], emit: Emit, number: int) -> tuple[T, bool]:
             listening(__name__, {})(listener)
         except Warning as e:  # which this process's filters make an error; the call has been done
             assert _current.tell is not None
-            _current.tell(f"{type(e).__module__}.{type(e).__qualname__}", f"{e} (on a node)")
+            _current.tell(f"{type(e).__module__}.{type(e).__qualname__}", f"{e} (on a node)", "")
     for reply in told:
         emit(reply)
     return listener.result(), bool(told)

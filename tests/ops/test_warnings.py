@@ -289,7 +289,7 @@ def warns(kind: type[Warning] | None, text: str) -> int:
 
 
 class Mine(UserWarning):
-    class Inner(RuntimeWarning):
+    class Inner(DeprecationWarning):
         pass
 
 
@@ -304,15 +304,29 @@ def test_a_functions_warning_is_one_of_the_line_that_issued_it(
     quiet: Quiet, heard: list[warnings.WarningMessage], beside: bool, kind: type[Warning] | None
 ) -> None:
     text = f"as {kind} says{' beside' * beside}"
-    assert dt.submit(warns, kind, text, node=1, beside=beside).result() == 7
-    line = sys._getframe().f_lineno - 1
-    dt.synchronize()
-    (each,) = heard
+    for _ in range(2):
+        heard.clear()
+        assert dt.submit(warns, kind, text, node=1, beside=beside).result() == 7
+        line = sys._getframe().f_lineno - 1
+        dt.synchronize()
+        (each,) = heard
     unknown = {None: "warns.<locals>.Own: as", Strange: "Strange: something else"}.get(kind)
     assert (each.category, each.filename, each.lineno) == (UserWarning if unknown else kind, __file__, line)
     assert str(each.message).startswith(f"{__name__}.{unknown}" if unknown else text)
     assert str(each.message).endswith(", on a node)")
     assert quiet(text)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("module", ["", __name__, "another"])
+def test_the_filters_of_the_script_decide(module: str) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", "beware", DeprecationWarning, module)
+        dt.run(warns, DeprecationWarning, "beware", node=1)
+        dt.run(warns, DeprecationWarning, "something else", node=1)
+        dt.synchronize()
+    assert [str(each.message)[:7] for each in found] == ["beware "] * (module != "another")
 
 
 def test_a_strict_script_fails_at_the_next_wait(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
