@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..process import role
-from ..process.heard import FILE, Listener, heard, listening
+from ..process.heard import Listener, heard, listening
 from ..protocol import commands as c
 from ..protocol.failure_ids import MAX_NAME, MAX_TEXT
 from .call_forms import Run
@@ -101,15 +101,18 @@ def tell_warnings() -> None:
             if len(outside) < _MOST:
                 outside.add(place)
             shown(message, category, filename, lineno, file, line)
-        elif filename == FILE:
-            tell(f"{category.__module__}.{category.__qualname__}", f"{message} (on a node)", "")
         else:
-            kind, text = f"{category.__module__}.{category.__qualname__}", f"{message} ({filename}:{lineno}, on a node)"
-            tell(kind, text, _module_at(filename, lineno))
+            kind, module = f"{category.__module__}.{category.__qualname__}", _module_at(filename, lineno)
+            if module.startswith(_OURS):  # a kernel's, or of a function about its caller, which is the script
+                tell(kind, f"{message} (on a node)", "")
+            else:
+                tell(kind, f"{message} ({filename}:{lineno}, on a node)", module)
 
     warnings.showwarning = show
 
 
+#: The package that calls kernels and functions.
+_OURS = f"{__name__.partition('.')[0]}."
 #: The most places outside of commands that are known to have warned.
 _MOST = 10_000
 

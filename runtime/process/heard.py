@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-#: The file of the line at which kernels' warnings are.
-FILE = __file__
 
 
 class Listener:

@@ -628,7 +628,7 @@ class Warned(Message, frozen=True, tag=74):
     seq: int
     kind: str  #: the category, as "builtins.UserWarning"
     text: str
-    module: str = ""  #: the module that warns; "" for a kernel
+    module: str = ""  #: the module that warns; "" for a kernel, and for a function that warns its caller
 
 
 class Poisoned(Message, frozen=True, tag=45):

@@ -278,13 +278,13 @@ def test_modes_above_torch_see_no_trial(heard: list[warnings.WarningMessage]) ->
     assert len(heard) >= 2
 
 
-def warns(kind: type[Warning] | None, text: str) -> int:
+def warns(kind: type[Warning] | None, text: str, level: int = 1) -> int:
     import warnings
 
     class Own(UserWarning):
         pass
 
-    warnings.warn(text, kind or Own, stacklevel=1)
+    warnings.warn(text, kind or Own, stacklevel=level)
     return 7
 
 
@@ -325,8 +325,10 @@ def test_the_filters_of_the_script_decide(module: str) -> None:
         warnings.filterwarnings("always", "beware", DeprecationWarning, module)
         dt.run(warns, DeprecationWarning, "beware", node=1)
         dt.run(warns, DeprecationWarning, "something else", node=1)
+        dt.run(warns, DeprecationWarning, "beware of its caller", 2, node=1)
         dt.synchronize()
-    assert [str(each.message)[:7] for each in found] == ["beware "] * (module != "another")
+    texts = [str(each.message).partition(" (")[0] for each in found]
+    assert texts == ["beware", "beware of its caller"] * (module != "another")
 
 
 def test_a_strict_script_fails_at_the_next_wait(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -93,6 +93,7 @@ TABLE = {
         "max_length=MAX_SELECTED": "test_select",
         "le=WAIT": _OURS,
     },
+    "runtime/node/warned.py": {"_MOST": _KEPT},
     "runtime/protocol/values/announced.py": {"MAX_ATTRIBUTES": "test_an_exception_with_attributes"},
     "runtime/protocol/values/arrays.py": {"_MOST": _VALUES},
     "runtime/protocol/values/form.py": {
