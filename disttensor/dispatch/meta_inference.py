@@ -185,7 +185,7 @@ def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Running(threading.local):
-    """Whether this thread runs meta kernels of our own accord."""
+    """Says whether this thread runs meta kernels of our own accord."""
 
     meta = False
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Template(Protocol):
-    """What is known here of a template (template.py)."""
+    """The part of a template (template.py) that hearing needs."""
 
     foreseen: bool
     loud: bool
