@@ -62,7 +62,8 @@ def telling(emit: Emit, number: int) -> Iterator[None]:
         text = text[:MAX_TEXT].encode("utf-8", "replace").decode()
         warned = c.Warned(number, kind[:MAX_NAME], text, module[:MAX_NAME])
         if warned not in said:
-            said.add(warned)
+            if len(said) < _MOST:
+                said.add(warned)
             emit(warned)
 
     before, _current.tell = _current.tell, tell
@@ -113,7 +114,7 @@ def tell_warnings() -> None:
 
 #: The package that calls kernels and functions.
 _OURS = f"{__name__.partition('.')[0]}."
-#: The most places outside of commands that are known to have warned.
+#: The most warnings of a command, and the most places outside of commands, that are known to have been there.
 _MOST = 10_000
 
 
