@@ -291,7 +291,7 @@ def _hub(
             more = partial(_hub_beside, starter.listen, server if encrypted else None, silence.lost)
             side = ZmqHub(
                 starter.listen, server_keys=server if encrypted else None, node_keys=_public(side_keys),
-                unread=SIDE_UNREAD,
+                unread=SIDE_UNREAD, again=True,
             )  # fmt: skip
             undo.callback(side.close)
     bundle = b.Bundle(

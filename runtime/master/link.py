@@ -535,6 +535,17 @@ class Link:
                 f"the failure of command {reply.seq} of node {reply.rank}, which was not sent that many"
             )
 
+    @uninterrupted
+    def disconnected(self, rank: int, cause: str) -> None:
+        """Notes that another connection of a node has ended than the one for commands: it is lost.
+
+        Callable by any thread.
+        """
+        with self._lock:
+            if not (self.closed or self.is_forked):
+                self._disconnected(rank, cause)
+        self._wake.set()
+
     def _disconnected(self, rank: int, cause: str) -> None:
         """Notes that a connection has ended.
 

@@ -22,6 +22,7 @@ class SideChannels:
         self.cancelled: dict[int, Cancelled] = {}  #: functions that are to end and have not, by request
         self.keys: dict[int, str] = {}  #: by rank: the public key of a node's connections beside the first one
         self._losses: list[bytes] = []
+        self._lost: set[int] = set()  #: ranks
         self._untold: dict[int, deque[bytes]] = {}  #: by rank: the words that it has not been sent
 
     def __repr__(self) -> str:
@@ -38,6 +39,7 @@ class SideChannels:
     def lost(self, rank: int, cause: str, others: Iterable[Node]) -> None:
         """Tells all other nodes of a loss."""
         if self.hub is not None:
+            self._lost.add(rank)
             self._losses.append(side.encode(side.Gone(rank, cause)))
             self._untold.pop(rank, None)
             for node in others:
@@ -55,7 +57,7 @@ class SideChannels:
         """Sends nodes what they have not been told. A node whose side channel comes late is told at a later call."""
         if self.hub is None:
             return
-        self.hub.drain()  # first messages, by which connections are known; a node says nothing else here
+        self._hear(self.hub)
         for node in nodes:
             words = self._untold.get(node.rank)
             with suppress(BrokenError):  # it has no side channel yet, or none any more
@@ -67,8 +69,22 @@ class SideChannels:
         """Takes what nodes have said, which is nobody's concern, and breaks the connections on which a message comes
         that never ends: what was given out can be told from it only when all of it was taken."""
         if self.hub is not None:
-            self.hub.drain()
+            self._hear(self.hub)
             self.hub.cut_endless()
+
+    def _hear(self, hub: Hub) -> None:
+        """Takes nodes' first messages, by which connections are known; a node says nothing else here.
+
+        One whose connection has ended makes another one, and is told all again: nobody knows what has arrived.
+        """
+        hub.drain()
+        for rank in hub.gone():
+            if rank not in self._lost:
+                cancels = [side.encode(side.Cancel(request)) for request in self._cancels_of(rank)]
+                self._untold[rank] = deque([*self._losses, *cancels])
+
+    def _cancels_of(self, rank: int) -> list[int]:
+        return [request for request, cancelled in self.cancelled.items() if cancelled.node.rank == rank]
 
     @property
     def behind(self) -> bool:

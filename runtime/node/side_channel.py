@@ -9,22 +9,29 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from ..channel.opened import Channels
 from ..protocol import side
 from ..protocol.errors import ChannelError, ProtocolError
 from ..transport.base import Spoke
 
+#: Seconds until another connection is tried in place of one that has ended. The script looks each second which have,
+#: and lets nobody in before.
+_AGAIN = 2.0
+
 
 class SideChannel:
-    """The thread, which connects by itself: nothing waits for it. Without this connection a node works as well."""
+    """The thread, which connects by itself: nothing waits for it. Without this connection a node works as well.
+
+    After a connection that was ended by something between the two it makes another one: all words may be said twice.
+    """
 
     def __init__(self, connect: Callable[[], Spoke], channels: Channels, cancel: Callable[[int], None]) -> None:
         """``connect`` makes the connection, and may wait for it; ``cancel`` interrupts the function of a request."""
         self._connect, self._channels, self._cancel = connect, channels, cancel
         self._spoke: Spoke | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="disttensor-side", daemon=True)
         self._thread.start()
@@ -32,28 +39,35 @@ class SideChannel:
     def close(self) -> None:
         """Ends the thread."""
         with self._lock:
-            self._closed = True
-        if self._spoke is not None:
-            self._spoke.close()
+            self._closed.set()
+            spoke = self._spoke
+        if spoke is not None:
+            spoke.close()
 
     def _serve(self) -> None:
-        try:
-            spoke = self._connect()
-            with self._lock:
-                self._spoke = spoke
-                closed = self._closed
-            if closed:
-                spoke.close()
+        while not self._closed.is_set():
+            try:
+                with closing(self._connect()) as spoke:
+                    self._hear(spoke)
+            except ChannelError:
+                pass
+            except ProtocolError as e:
+                with suppress(OSError):
+                    if not self._closed.is_set():
+                        print(f"disttensor: the side channel is given up: {e}", file=sys.stderr)
                 return
-            spoke.send(b"")  # from its first message on the master knows the connection
-            while True:
-                message = spoke.recv()
-                if message is not None:
-                    self._take(side.decode(message))
-        except (ChannelError, ProtocolError) as e:
-            with suppress(OSError):
-                if not self._closed and isinstance(e, ProtocolError):
-                    print(f"disttensor: the side channel is given up: {e}", file=sys.stderr)
+            self._closed.wait(_AGAIN)
+
+    def _hear(self, spoke: Spoke) -> None:
+        with self._lock:
+            self._spoke = spoke
+            if self._closed.is_set():
+                return
+        spoke.send(b"")  # from its first message on the master knows the connection
+        while True:
+            message = spoke.recv()
+            if message is not None:
+                self._take(side.decode(message))
 
     def _take(self, word: side.Word) -> None:
         match word:

@@ -41,10 +41,13 @@ def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
 
 
 class Local:
-    """Asks in the script's process. ``begin`` is called before it waits: what was issued is to be on its way."""
+    """Asks in the script's process. ``begin`` is called before it waits: what was issued is to be on its way; ``told``
+    with the rank of a node of whose loss an answer tells."""
 
-    def __init__(self, objects: Objects, begin: Callable[[], None]) -> None:
-        self.objects, self._begin = objects, begin
+    def __init__(
+        self, objects: Objects, begin: Callable[[], None], told: Callable[[int], object] = lambda rank: None
+    ) -> None:
+        self.objects, self._begin, self._told = objects, begin, told
 
     def number(self) -> int:
         return next(self.objects.numbers)
@@ -57,10 +60,13 @@ class Local:
                 self._begin()
                 if slot.wait(timeout) is None:
                     self.objects.withdraw(SCRIPT, request.call)
-            return slot.wait()  # type: ignore[return-value]
+            answer: Answer = slot.wait()  # type: ignore[assignment]
         except BaseException:
             self._abandon(slot)
             raise
+        if answer.said == s.LOST:
+            self._told(answer.count)
+        return answer
 
     def tell(self, request: s.Asking) -> None:
         self.objects.ask(SCRIPT, request, lambda _: None)

@@ -78,7 +78,7 @@ class Object:
         """Answers all that can be answered now, in order."""
 
     def gone(self, party: int) -> None:
-        """Frees what a node has here: it is lost, or can't be reached any more. It waits for nothing by then."""
+        """Frees what a lost node has here. It waits for nothing by then."""
 
     @property
     def tells(self) -> bool:
@@ -164,12 +164,6 @@ class Objects:
             self._leave(rank)
             for x in list(self._objects.values()):
                 x.lost(rank, why)
-
-    @uninterrupted
-    def gone(self, rank: int) -> None:
-        """Ends what a node waits for that has no connection any more, and frees what it has."""
-        with self._lock:
-            self._leave(rank)
 
     @uninterrupted
     def end(self, why: str) -> None:

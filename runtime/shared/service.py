@@ -2,17 +2,19 @@
 
 node: Client --pieces--> hub --> Service --> Objects.ask
              <--pieces-- hub <-- Service <-- answer: by whichever thread has put, taken, or lost something
+
+A connection that has ended has lost requests and answers, and nobody knows which: its node is lost. Else the lock of a
+function that goes on there would be given to another one, and a wait for what that node puts would not end.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from ..protocol import shared_objects as s
@@ -20,14 +22,15 @@ from ..protocol.errors import BrokenError, ProtocolError
 from ..transport.base import Hub
 from .objects import Objects
 
-_log = logging.getLogger("disttensor")
-
 #: Bytes of answers that a node has not read, up to which it is sent more.
 WINDOW = 8 << 20
 #: The most answers that wait for a node to read.
 MAX_UNREAD = 8192
 #: Bytes that a message counts beside its own.
 _AROUND = 64
+#: Why a node is lost.
+_ENDED = "its connection for what the script holds for all, such as channels and locks, has ended"
+_SILENT = "its host, or the network to it, has not answered to what the script holds for all"
 #: Seconds between two looks at what must not be.
 _LOOK = 1.0
 
@@ -45,8 +48,10 @@ class _Peer:
 class Service:
     """The thread, and the hub, which it alone uses."""
 
-    def __init__(self, hub: Hub, objects: Objects) -> None:
-        self._hub, self._objects = hub, objects
+    def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str], None]) -> None:
+        """``lose`` has a node be lost whose connection has ended, and why; it may be lost, or ending, already. It holds
+        what it has until ``Objects.lost``."""
+        self._hub, self._objects, self._lose = hub, objects, lose
         self._peers: dict[int, _Peer] = {}
         self._ready: deque[int] = deque()  #: nodes for which there are answers
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -94,7 +99,8 @@ class Service:
                 pass
             if time.monotonic() - looked >= _LOOK:
                 looked = time.monotonic()
-                self._hub.cut_deaf()
+                for rank in self._hub.cut_deaf():
+                    self._drop(rank, _SILENT)
                 self._hub.cut_endless()
 
     def _turn(self) -> bool:
@@ -104,11 +110,10 @@ class Service:
             try:
                 self._take(rank, message)
             except ProtocolError as e:
-                _log.warning("node %d can use nothing that the script holds for all any more: %s", rank, e)
-                self._drop(rank)
+                self._drop(rank, f"broke the protocol of what the script holds for all: {e}")
                 self._hub.cut(rank)
         for rank in self._hub.gone():
-            self._drop(rank)
+            self._drop(rank, _ENDED)
         sent = False
         while self._ready:
             sent = True
@@ -149,6 +154,6 @@ class Service:
                 peer.unread += len(piece) + _AROUND
                 self._hub.send(rank, piece)
 
-    def _drop(self, rank: int) -> None:
+    def _drop(self, rank: int, why: str) -> None:
         self._peers.pop(rank, None)
-        self._objects.gone(rank)
+        self._lose(rank, why)

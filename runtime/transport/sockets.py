@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -38,8 +39,10 @@ NEVER_MS = 24 * 3600 * 1000
 
 #: Seconds without an answer of the other end's kernel after which a connection is given up.
 SILENCE = Silence().lost
-#: The number of vain probes by then.
-_PROBES = 5
+#: The number of vain probes by then, and the most that the kernel can be told.
+_PROBES, _MOST_ASKED = 5, 127
+#: The most seconds without a word after which the kernels ask.
+_ASKS_AFTER = 5
 
 #: Names the CURVE and plain listeners to the ZAP handler. It has to be set, or the handler is never asked.
 ZAP_DOMAIN = b"disttensor"
@@ -94,7 +97,8 @@ def dealer(
     network to it. The kernel of a stopped process answers, so nobody is lost by Ctrl-Z, as by heartbeats.
     """
     sock = _tcp(ctx, zmq.DEALER, endpoint, curve, silence)
-    sock.setsockopt(zmq.TCP_MAXRT, int(silence * 1000))
+    # where nothing is under way it counts from when something was heard last
+    sock.setsockopt(zmq.TCP_MAXRT, int((silence + _idle(silence)) * 1000))
     sock.setsockopt(zmq.ROUTING_ID, name)
     # Never, in effect. The official "never" (-1) and IMMEDIATE both throw away, at the connection's end, the messages
     # that have arrived and were not read yet, such as the master's order to stop.
@@ -142,13 +146,13 @@ def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: f
     _set_family(sock, endpoint)
     sock.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # while nothing is under way: the kernels ask each other, first after a third of the time
-    idle = max(1, round(silence / 3))
-    interval = max(1, round((silence - idle) / _PROBES))
+    # While nothing is under way the kernels ask each other. The limit counts from the first vain probe: when something
+    # was heard last, the network was there still.
+    interval = max(1, round(silence / _PROBES))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _idle(silence))
     sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
-    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, max(1, round((silence - idle) / interval)))
+    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, min(_MOST_ASKED, math.ceil(silence / interval)))
     if curve is not None:
         sock.setsockopt(zmq.CURVE_PUBLICKEY, curve.public.encode())
         sock.setsockopt(zmq.CURVE_SECRETKEY, curve.secret.encode())
@@ -157,6 +161,12 @@ def _tcp(ctx: Context, kind: int, endpoint: str, curve: Curve | None, silence: f
         else:
             sock.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
     return sock
+
+
+def _idle(silence: float) -> int:
+    """Returns the seconds without a word after which the kernels ask: a connection may end so much later than after
+    ``silence``, and never sooner."""
+    return min(_ASKS_AFTER, max(1, round(silence / 10)))
 
 
 def _set_family(sock: zmq.Socket[bytes], endpoint: str) -> None:

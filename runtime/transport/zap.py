@@ -92,8 +92,8 @@ class ZapHandler:
     """Authenticates the peers of ``router``, which must not be bound yet.
 
     ``keys`` maps raw public keys to ranks (None: plain text). A key is let in until ``watch`` reports its rank as
-    registered, never again after that: so neither a second worker with the same key nor a restarted one gets through,
-    while a handshake cut short may be tried again.
+    registered, never again after that (unless by ``let_back``): so neither a second worker with the same key nor a
+    restarted one gets through, while a handshake cut short may be tried again.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ZapHandler:
         #: most, as nothing tells which of an address it is that ends
         self._asked: Counter[str] = Counter()
         self._watched: dict[int, int] = {}  # descriptor -> rank; its keys are in _open
-        self._unanswered: dict[int, Unanswered] = {}  # by rank, which has one connection in its life
+        self._unanswered: dict[int, Unanswered] = {}  # by rank, which has one connection at a time
         self._taken: set[int] = set()
         #: connections that were let in and that no node is registered on, at most: those that have ended since count on
         self._let_in = 0
@@ -159,6 +159,12 @@ class ZapHandler:
         if strange:  # not by this thread: it holds the link's lock, for which a handler of the log may wait
             threading.Thread(target=self._refusals.note, args=(address, _STRANGE), daemon=True).start()
         return True
+
+    def let_back(self, rank: int) -> None:
+        """Lets in the key of a rank again whose connection has ended."""
+        with self._lock:
+            self._taken.discard(rank)
+            self._unanswered.pop(rank, None)
 
     def take_leaving(self) -> list[int]:
         """Takes the ranks whose connection has ended since the last call."""

@@ -4,7 +4,8 @@
       ZmqHub  ROUTER, listens  <---- one TCP connection ---- ZmqSpoke  DEALER
       ZapHandler  lets in the keys of this job's nodes           its secret key came with its bundle
 
-A node gets one connection in its life. A cut one has lost messages, so neither end ever resumes it.
+A node gets one connection in its life. A cut one has lost messages, so neither end ever resumes it. A hub whose words
+can all be said again (``again``) lets a node make another one.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class ZmqHub(Hub):
         node_keys: rank -> public key.
         unread: the most messages of one node that libzmq holds for this process.
         silence: seconds without an answer of a node's kernel after which its host is gone, or the network to it.
+        again: whether a node whose connection has ended, as ``gone`` tells, may make another one.
 
     Raises ValueError for a host that means every interface or does not resolve, for bad keys and for plain text
     on a network; BrokenError when the port cannot be had.
@@ -69,7 +71,9 @@ class ZmqHub(Hub):
         node_keys: Mapping[int, str],
         unread: int = sockets.MOST_UNREAD,
         silence: float = sockets.SILENCE,
+        again: bool = False,
     ) -> None:
+        self._again = again
         hosts = [host] if isinstance(host, str) else host
         endpoints = [_endpoint(name, port, encrypted=server_keys is not None) for name in hosts]
         keys = None if server_keys is None else _raw_keys(node_keys)
@@ -178,7 +182,7 @@ class ZmqHub(Hub):
                 os.eventfd_read(self._left)
 
     def gone(self) -> list[int]:
-        """Returns the nodes lost since the last call, each once; ``drain`` has given out all they had sent."""
+        """Returns the nodes whose connections ended since the last call; ``drain`` has given out all they had sent."""
         out, self._gone = self._gone, []
         return out
 
@@ -282,8 +286,11 @@ class ZmqHub(Hub):
         route = self._routes.pop(rank, None)
         if route is not None:
             del self._ranks[route]
-            self._lost.add(rank)
             self._gone.append(rank)
+            if self._again:
+                self._zap_handler.let_back(rank)
+            else:
+                self._lost.add(rank)
 
 
 def _endpoint(host: str, port: int, encrypted: bool) -> str:

@@ -141,7 +141,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def reset(self) -> None:
-        """Has the kernel answer both ends of every connection that there is none (RST)."""
+        """Has the kernel answer both ends of every connection that there is by now that there is none (RST)."""
         self._reset = True
 
     def close(self) -> None:
@@ -158,6 +158,7 @@ class Proxy:
                 if self._stopped in ready:
                     break
                 if self._reset:
+                    self._reset = False
                     for end in list(self._pairs):
                         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         end.close()

@@ -205,16 +205,19 @@ def test_many_guests_share_a_key_and_are_told_apart() -> None:
         assert [receive(sock, 9) for sock in there] == [b"you are %d" % n for n in range(5)]
 
 
-def test_a_cut_connection_ends_both() -> None:
+@pytest.mark.parametrize("how", [Proxy.close, Proxy.reset])
+def test_a_cut_connection_ends_both(how: Callable[[Proxy], None]) -> None:
     with reception() as at:
         proxy = Proxy(at.addresses[0])
         with visit(proxy.address) as there:
             there.sendall(b"knock")
             with accept(at) as here:
                 receive(here, 5)
-                proxy.close()
+                how(proxy)
                 assert here.recv(1) == b""
                 assert there.recv(1) == b""
+        if how is Proxy.reset:
+            proxy.close()
 
 
 # ---- who gets in -----------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ TABLE = {
     "runtime/host/tcp_info.py": {"_MOST": _KERNELS, "_MOST_BETWEEN_TRIES": _KERNELS},
     "runtime/transport/spoke.py": {"_MOST_WAITS": "seconds"},
     "runtime/transport/sockets.py": {
+        "_MOST_ASKED": _KERNELS,
         "MAX_MESSAGE": "test_a_call_that_no_message_carries",
         "FRAME_LIMIT": "MAX_MESSAGE, and what stands around it",
         "MOST_UNREAD": _KEPT,

@@ -86,7 +86,7 @@ def test_what_was_told_and_not_used_is_told_again() -> None:
     dead, one, two = Party(objects, 0), Party(objects, 1), Party(objects, 2)
     dead.ask(s.Acquire(1, of, 1, "f()"))
     one.ask(s.Acquire(1, of, 1, "g()"))
-    objects.gone(0)
+    objects.lost(0, "killed")
     why = "f() on node 0 had it, and that node is gone"
     assert one.said == [(1, s.OK, 0, why)]
     undo = back(s.Acquire(1, of, 1, "g()"), s.Answer(1, s.OK), 2)
@@ -124,7 +124,7 @@ def test_the_one_that_acts_ends(how: str) -> None:
     assert one.said[0][:2] == (2, s.BROKEN)
     assert two.said == []
     if how == "gone":
-        objects.gone(2)
+        objects.lost(2, "killed")
     elif how == "abort":
         three.ask(s.Abort(2, of, "f()", "raised"))
     elif how == "interrupted":

@@ -58,7 +58,7 @@ def served() -> Iterator[tuple[Objects, list[Node]]]:
     server, keys = curve_pair(), [curve_pair() for _ in range(2)]
     hub = ZmqHub(server_keys=server, node_keys={rank: key[0] for rank, key in enumerate(keys)})
     objects = Objects()
-    serving = Service(hub, objects)
+    serving = Service(hub, objects, objects.lost)
     spokes = [ZmqSpoke(hub.address, server[0], *key, rank) for rank, key in enumerate(keys)]
     yield objects, [Node(spoke) for spoke in spokes]
     objects.end("over")

@@ -191,7 +191,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
             case "gone" if party != SCRIPT:
                 for key in [key for key in a.said if key[0] == party and not a.said[key]]:
                     a.said[key].append(s.Answer(key[1], s.ENDED))  # it is not told
-                a.objects.gone(party)
+                a.objects.lost(party, "killed")
             case "take":
                 a.ask(party, s.Take, of=a.answers, wait=False)
             case "join":
@@ -204,7 +204,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
     for party in (1, 2):
         for key in [key for key in a.said if key[0] == party and not a.said[key]]:
             a.said[key].append(s.Answer(key[1], s.ENDED))
-        a.objects.gone(party)
+        a.objects.lost(party, "killed")
     for key in [key for key in a.said if key[0] == SCRIPT and not a.said[key]]:
         a.objects.withdraw(*key)
     for holder in (1, 2):

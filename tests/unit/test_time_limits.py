@@ -45,6 +45,21 @@ def test_the_kernel_gives_no_data_connection_up_before_its_node(silence: Silence
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
+@pytest.mark.parametrize("silence", SETTINGS, ids=str)
+def test_the_kernel_gives_no_silent_connection_of_a_node_up_before_its_limit(silence: Silence) -> None:
+    """The network may have gone right before the first probe: what was heard last was heard ``idle`` seconds before."""
+    with sockets.context() as context:
+        router = sockets.router(context, "tcp://127.0.0.1", None, silence=silence.lost)
+        dealer = sockets.dealer(context, "tcp://127.0.0.1", None, b"name", silence.lost)
+        for sock in (router, dealer):
+            idle, asked = sock.TCP_KEEPALIVE_IDLE, sock.TCP_KEEPALIVE_INTVL * sock.TCP_KEEPALIVE_CNT
+            assert silence.lost <= asked < silence.lost + sock.TCP_KEEPALIVE_INTVL
+            assert idle + asked < silence.data
+        assert 1000 * (silence.lost + dealer.TCP_KEEPALIVE_IDLE) <= dealer.TCP_MAXRT
+        router.close()
+        dealer.close()
+
+
 def test_defaults_that_stand_elsewhere_are_those_of_the_table() -> None:
     default = Silence()
     assert bundle.Bundle("job", 0, "tcp://127.0.0.1:1").silence == sockets.SILENCE == default.lost
