@@ -26,6 +26,10 @@ from .payload import plain
 Say = Callable[[bytes], None]
 
 
+class MissedError(Exception):
+    """A payload did not come, or not whole, by trouble beside the connection: only its transfer fails."""
+
+
 class Parcel(ABC):
     """A payload that the peer has announced. Used by the reader's thread."""
 
@@ -54,7 +58,8 @@ class Carrier(ABC):
     """Moves large payloads between one pair of peers.
 
     An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection. But a MemoryError
-    of ``open`` says that there is no room for this payload, which it has dropped: only its transfer fails.
+    of ``open`` says that there is no room for this payload, which it has dropped, and a MissedError of a parcel that it
+    has not come: only its transfer fails. A ``carry`` whose payload does not arrive may return if the parcel raises.
     """
 
     #: the number of bytes of a descriptor

@@ -152,6 +152,46 @@ def test_who_receives_sees_that_the_peer_hangs_up(monkeypatch):
     group.join(LIMIT)
 
 
+@pytest.mark.parametrize("when", ["idle", "in the middle"])
+@pytest.mark.parametrize("end", [0, 1], ids=["sender", "receiver"])
+def test_a_connection_of_gloos_that_breaks_costs_what_it_carries(end, when, caplog):
+    """The channel's own goes on, and carries large tensors from then on, in both directions."""
+    channels = met(2)
+    carriers = [channels[0]._peers[0].carrier, channels[1]._peers[-1].carrier]
+    try:
+        if when == "in the middle":
+            sent = channels[0].isend(torch.ones(LARGE), 0, 1)  # gloo has it from now on, or in a moment
+            while not carriers[0].group._calls:
+                threading.Event().wait(0.001)
+        group = carriers[end].group
+        cut(group._ours, group._theirs)
+        target = torch.zeros(LARGE)
+        receive = channels[1].irecv(target, -1, 1)
+        if when == "idle":
+            sent = channels[0].isend(torch.ones(LARGE), 0, 1)
+        sent.wait(LIMIT)  # its memory is free again
+        try:
+            receive.wait(LIMIT)
+        except BrokenError as error:
+            assert "gloo's connection was ended" in str(error)  # noqa: PT017
+        else:
+            assert target.all()  # gloo had taken it in before it saw the end
+        for number in range(2, 6):
+            there, back = torch.zeros(LARGE), torch.zeros(LARGE)
+            receives = channels[1].irecv(there, -1, number), channels[0].irecv(back, 0, number)
+            channels[0].isend(torch.full((LARGE,), float(number)), 0, number)
+            channels[1].isend(torch.full((LARGE,), -float(number)), -1, number)
+            for each in receives:
+                each.wait(LIMIT)
+            assert there.eq(number).all()
+            assert back.eq(-number).all()
+        assert [carrier.group for carrier in carriers] == [None, None]
+        assert "large tensors take the connection with rank" in caplog.text
+    finally:
+        for channel in channels:
+            channel.close()
+
+
 def joint(n: int) -> list[GlooChannel]:
     return channel_kit.connected(GlooChannel, range(n))
 

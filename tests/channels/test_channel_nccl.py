@@ -194,6 +194,32 @@ def test_a_rank_that_is_lost_breaks_the_others_who_go_on(channels):
     assert together(channels, all_reduce([1, 0], 3), [0, 1]) == {0: 2, 1: 2}
 
 
+def test_a_connection_of_nccls_that_breaks_ends_the_collective_on_all_ranks(channels, monkeypatch):
+    """While all live: the device says nothing, only the communicator does. The next collective has another one."""
+    together(channels, all_reduce([0, 1, 2], 1))
+    monkeypatch.setattr("disttensor.runtime.channel.library_groups._NEWS", 0.1)
+    mark, broken = Stand.mark, []
+
+    def marked(comm):
+        if comm.me == 0:
+            broken.append(comm)
+        return mark(comm)
+
+    def ready(comm):
+        if comm in broken:
+            raise RuntimeError("NCCL: remote process exited or there was a network error")
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stand, "mark", marked)
+        patch.setattr(Stand, "ready", ready)
+        outcomes = together(channels, all_reduce([0, 1, 2], 2), [0, 1])  # rank 2's part does not arrive
+    assert all(isinstance(error, BrokenError) for error in outcomes.values())
+    assert "all_reduce of ranks [0, 1, 2] by NCCL broke off: NCCL: remote process" in str(outcomes[0])
+    assert [comm._gone for comm in broken] == [True]
+    assert together(channels, all_reduce([1, 0], 3), [0, 1]) == {0: 2, 1: 2}
+
+
 def test_a_communicator_that_never_comes_to_be(channels):
     """A rank is lost before it has told what the others need."""
     timer = threading.Timer(0.1, lambda: [channel.forget(0, "stopped") for channel in channels[1:]])

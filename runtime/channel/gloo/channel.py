@@ -4,7 +4,9 @@ For comparison, and for users who have gloo tuned for a network. Gloo's connecti
 own address) neither authenticate nor encrypt: between hosts it belongs on a trusted network. The members of a group
 are told over the authenticated connections (``store.py``), which also tell of a peer's end.
 
-    groups      one of each pair that has sent something large, made in the background; till then the connection does
+    groups      one of each pair that has sent something large, made in the background; till then the connection does,
+                and again when gloo's own connection was ended by something between the two (a reset): that transfer
+                fails, as gloo can't resume it
                 one of each set of ranks, at its first collective
 """
 
@@ -21,7 +23,7 @@ import torch
 from ...protocol.errors import BrokenError, ProtocolError
 from ...protocol.flat import as_bytes
 from ..base import Capabilities
-from ..carrier import Carrier, Parcel, Say
+from ..carrier import Carrier, MissedError, Parcel, Say
 from ..library_groups import GroupedChannel, entry
 from ..payload import plain
 from ..tcp.dial import split_address
@@ -38,7 +40,7 @@ _REDUCES = {
     ),
 }
 
-_MET = b"met"
+_MET, _BROKE = b"met", b"broke"
 
 _log = logging.getLogger("disttensor.channel")
 
@@ -135,24 +137,59 @@ class GlooCarrier(Carrier):
         self._meeting: threading.Thread | None = None
         self._met = False  #: the peer has its end of the group
         self._closed = False
+        self._broken = ""  #: why the group was given up, while the peer is there
 
     def stage(self, tensor: torch.Tensor) -> bytes | None:
         self._begin()
         return b"" if self._met and self.group is not None else None
 
     def carry(self, tensor: torch.Tensor) -> None:
-        if self.group is not None:
-            self.group.send(as_bytes(plain(tensor)), self.pair.index(self._peer))
+        """Sends a payload. If it does not arrive, that is for the peer to say: the group ends there, too."""
+        if (group := self.group) is None:
+            return
+        try:
+            group.send(as_bytes(plain(tensor)), self.pair.index(self._peer))
+        except Exception as error:
+            if self._closed or self._channel.lost([self._peer]) is not None:
+                raise
+            self._give_up(str(error))
 
     def open(self, descriptor: bytes, nbytes: int) -> _Payload:
         return _Payload(self, nbytes)
 
     def take(self, memory: torch.Tensor) -> None:
-        """Receives a payload. Raises ProtocolError where no group was made, by which it could come."""
-        if self.group is None:  # no honest peer sends by gloo what this side has not told it that it can take
+        """Receives a payload. Raises ProtocolError where no group was made, by which it could come.
+
+        Raises MissedError where gloo's connection has ended, and not the peer.
+        """
+        if self._broken:
+            raise MissedError(f"gloo's connection was ended: {self._broken}")
+        group = self.group
+        if group is None:  # no honest peer sends by gloo what this side has not told it that it can take
             me = self._channel.rank
             raise ProtocolError(f"it is to come by gloo, and rank {me} has no group with rank {self._peer}")
-        self.group.recv(memory, self.pair.index(self._peer))
+        try:
+            group.recv(memory, self.pair.index(self._peer))
+        except Exception as error:
+            if self._closed or self._channel.lost([self._peer]) is not None:
+                raise
+            self._give_up(str(error))
+            raise MissedError(f"gloo's connection was ended: {error}") from None
+
+    def _give_up(self, why: str, tell: bool = True) -> None:
+        """Has large tensors take the connection from now on: the group's own has ended, and both ends see that."""
+        with self._lock:
+            if self._broken or self._closed:
+                return
+            self._broken = why or "without a word"
+            self.group, self._last = None, self.group or self._last
+        if self._last is not None:
+            self._last.cut()
+            self._last.close()
+        if self._over() is None:
+            _log.warning("large tensors take the connection with rank %s from now on, not gloo: %s", self._peer, why)
+        if tell:
+            self.say(_BROKE)
 
     def tell(self, key: str, value: bytes) -> None:
         """Puts a value into the peer's mailbox."""
@@ -161,6 +198,9 @@ class GlooCarrier(Carrier):
     def hear(self, word: bytes) -> None:
         if word == _MET:
             self._met = True
+            return
+        if word == _BROKE:
+            self._give_up("the other end of gloo's has found it ended", tell=False)
             return
         key, value = entry(word)
         self._channel.mailbox.put(key, value)
@@ -186,7 +226,7 @@ class GlooCarrier(Carrier):
                 _log.warning("large tensors take the connection with rank %s, not gloo: %s", self._peer, str(error))
             return
         with self._lock:
-            if self._closed:
+            if self._closed or self._broken:
                 self._last = group
                 group.close()
             else:

@@ -124,6 +124,11 @@ class NcclGroup:
             if error is not None or self._cut:
                 comm.abort()
                 raise error or BrokenError("it was given up")
+            try:
+                comm.ready()
+            except RuntimeError:  # a connection of NCCL's own has ended: the device would wait without end
+                comm.abort()
+                raise
             time.sleep(_PAUSE)
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:

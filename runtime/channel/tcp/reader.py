@@ -22,7 +22,7 @@ import torch
 
 from ...protocol.errors import NO_MEMORY, BrokenError, ChannelError, ProtocolError
 from ...protocol.transfer_ids import spoken
-from ..carrier import Carrier, Parcel
+from ..carrier import Carrier, MissedError, Parcel
 from ..payload import byte_view, describe, scratch, store
 from ..ticket import Ticket, poisoned
 from .frames import (
@@ -80,6 +80,8 @@ class Peer(Protocol):
     def fail(self, kind: type[ChannelError], why: str) -> None: ...
 
     def lost(self, error: Exception) -> str: ...
+
+    def hung_up(self) -> bool: ...
 
     def leave(self, connection: Connection | None = None) -> None: ...
 
@@ -314,6 +316,15 @@ class Reader:
             "come after it are not concerned: do this one again"
         )
 
+    def _miss(self, frame: Frame, entry: Receive, what: str, error: MissedError) -> None:
+        """Fails a transfer whose payload did not come. Raises EOFError where the connection has ended, too: whether the
+        peer is lost, or does not have the payload any more, is told later."""
+        peer = self._peer
+        if not self._settled and peer.hung_up():
+            peer.return_claim(frame.transfer, entry)
+            raise EOFError(str(error)) from None
+        entry.ticket.fail(BrokenError, f"{what} broke off: {error}")  # does nothing to one that has ended
+
     def _read(self, frame: Frame, entry: Receive) -> None:
         """Ends ``entry``'s transfer. Raises an error that ends the connection, after it has ended the transfer."""
         peer, ticket = self._peer, entry.ticket
@@ -359,6 +370,9 @@ class Reader:
         except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
+            if isinstance(error, MissedError):
+                self._miss(frame, entry, what, error)
+                return
             if isinstance(error, (OSError, EOFError)) and frame.kind != CARRIED:
                 if self._settled:
                     peer.count(frame)
