@@ -223,6 +223,69 @@ with hosts(2, 1):
     dt.shutdown()  # raises no loss that it was told of
 """
 
+CUT_IN_SILENCE = """
+import time
+import torch
+import disttensor as dt
+from two_hosts import cut, hosts, mend
+
+with hosts(1, 1), dt.init_master_worker("tcp", nodes=2, threads=1, trusted_network=True):
+    x, channel = torch.ones(3, device="node:1"), dt.tasks.Channel()
+    y = x.to("node:0")
+    dt.submit(dt.tasks.Channel.put, channel, 1, node=1).result()
+    print(y.sum().item(), channel.get(), flush=True)
+    time.sleep({before})  # nothing is under way, and the kernels have asked each other
+    cut("{end}")
+    time.sleep(13)  # this is how long it lasts
+    mend("{end}")
+    dt.submit(dt.tasks.Channel.put, channel, 2, node=1).result()
+    print((x + 1).to("node:0").sum().item(), channel.get(), [node["alive"] for node in dt.nodes()])
+"""
+
+#: The left host's kernel resets its connections with the right one, again and again; not that for commands.
+RESETS = """
+import subprocess, threading, time
+import torch
+import disttensor as dt
+from two_hosts import RIGHT, hosts
+
+resets, over, N = 0, threading.Event(), {n}
+
+def connections():
+    listed = subprocess.run(["ss", "-Htn", "state", "established", "dst", RIGHT], capture_output=True, text=True)
+    return {{tuple(line.split()[2:4]) for line in listed.stdout.splitlines()}}
+def reset():
+    global resets
+    while not over.wait(0.2):
+        for here, there in connections() - kept:
+            done = subprocess.run(["ss", "-HtK", "src", here, "dst", there], capture_output=True, text=True)
+            resets += bool(done.stdout.strip())
+
+with hosts(2, 1), dt.init_master_worker("tcp", nodes=3, threads=1, trusted_network=True):
+    kept = connections()  # that for commands: nothing has been copied yet
+    assert kept
+    thread = threading.Thread(target=reset)
+    thread.start()
+    wrong, rounds = [], 0
+    while resets < 40 and rounds < {most}:
+        rounds += 1
+        xs = [torch.full((N,), float(k + rounds), device=f"node:{{k}}") for k in range(3)]
+        sums = [torch.empty_like(x) for x in xs]
+        dt.all_reduce(xs, out=sums)
+        here = torch.full((N,), float(rounds))
+        seen = xs[0].to("node:2"), here.to("node:2"), sums[2], xs[2].to("node:1"), xs[2]
+        for x, expected in zip(seen, (rounds, rounds, 3 * rounds + 3, rounds + 2, rounds + 2)):
+            try:
+                if not bool(x.cpu().eq(expected).all()):
+                    wrong.append((rounds, expected))
+            except dt.DisttensorError as error:
+                if "last bytes were on their way" not in str(error):
+                    wrong.append(str(error))
+    over.set()
+    thread.join()
+    print(resets, wrong, [node["alive"] for node in dt.nodes()])
+"""
+
 TRAINING = """
 import runpy, sys
 from two_hosts import hosts
@@ -413,6 +476,9 @@ WHILES = [(1, "back"), (12, "back"), (5, "back"), (9, "back"), (11, "back"), (13
                 (12, "back", "left", "auto", {}, 1000, "encrypted"),
                 (12, "back", "right", "auto", {"trusted_network": True}, 1 << 20, "large"),
                 (12, "back", "left", "tcp", {"trusted_network": True}, 1 << 20, "large, at the script's end"),
+                (12, "back", "right", "gloo", {"trusted_network": True}, 1000, "gloo"),
+                (12, "back", "left", "gloo", {"trusted_network": True}, 1 << 20, "gloo, large"),
+                (30, "lost", "right", "gloo", {"trusted_network": True}, 1 << 20, "gloo, large"),
             ]
         )
     ],
@@ -436,6 +502,34 @@ def test_a_link_that_is_back_before_the_limit_has_lost_nothing(
         assert after.startswith("False")
     assert after in ("False ", "True ['right']")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.fault(24)
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "before"), [("right", 2.0), ("left", 4.6)])
+def test_a_link_that_is_back_before_the_limit_costs_nobody_who_was_silent(
+    tmp_path: Path, end: str, before: float
+) -> None:
+    """Not even where something was heard last just before the kernels would have asked each other."""
+    path = tmp_path / "program.py"
+    path.write_text(CUT_IN_SILENCE.format(end=end, before=before))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3.0 1\n6.0 2 [True, True]\n"
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("n", [1000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["small", "large"])
+def test_the_kernel_resets_data_connections(tmp_path: Path, n: int) -> None:
+    """They come back; each copy and collective has its value, or says that its last bytes were on their way."""
+    path = tmp_path / "program.py"
+    path.write_text(RESETS.format(n=n, most=20_000))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    resets, rest = done.stdout.split(maxsplit=1)
+    if resets == "0":
+        pytest.skip("this kernel ends no connection for `ss -K`")
+    assert rest == "[] [True, True, True]\n"
 
 
 @pytest.mark.slow
