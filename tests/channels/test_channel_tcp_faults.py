@@ -21,6 +21,7 @@ from channel_kit import BETWEEN_PROCESSES
 from channel_kit import connected as connected_by
 from deafen import deafen
 from hostile_workers import BOMB
+from limits import HANG
 from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothing_left  # noqa: F401 - a fixture
 
 from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
@@ -842,6 +843,32 @@ def test_a_listener_without_descriptors_says_so(monkeypatch, caplog):
     assert f"process {os.getpid()} may have" in record.message
     for one in (a, b):
         one.close()
+
+
+@pytest.mark.fault(44)
+def test_a_listener_without_descriptors_hangs_up(monkeypatch):
+    """Its peer, which has reached its kernel, does not take it for a busy one; then it listens at the same port."""
+    callers = []
+
+    def none_left(sock):
+        callers.append(sock)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    a, b = channel(0, connect=0.3, greet=HANG), channel(1)
+    for one, rank, other in ((a, 1, b), (b, 0, a)):
+        one.connect({rank: PeerInfo(rank, other.address(), KEY)})
+    address = b.address()
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", none_left)
+        with pytest.raises(BrokenError, match=r"in the handshake .*said that it has no file descriptors left"):
+            a.isend(torch.ones(1), 1, 0).wait(HANG / 2)
+    assert callers
+    a.close()
+    with closing(channel(0)) as again:
+        b.connect({0: PeerInfo(0, again.address(), bytes(32))})
+        again.connect({1: PeerInfo(1, address, bytes(32))})
+        check_works(again, b, 1, 0)
+    b.close()
 
 
 def test_who_has_no_descriptors_to_call_says_so_at_once(monkeypatch):

@@ -195,5 +195,6 @@ def dial(
                 sock.close()
     raise BrokenError(
         f"rank {info.rank} at {info.address} refused rank {me} in the handshake ({hung_up or 'gave up'}): it is gone, "
-        "has another key for the pair, belongs to another job, or was not told of this rank"
+        "has another key for the pair, belongs to another job, was not told of this rank, or has said that it has no "
+        "file descriptors left"
     )

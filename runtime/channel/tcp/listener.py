@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ...host.descriptors import is_shortage
 from ...host.interfaces import is_loopback
 from ...host.refusals import Refusals, Shortages
 from .dial import MOST_ADDRESSES, join_address, tune_before
@@ -30,6 +31,9 @@ _NOISE = "not the handshake of a peer of this job, or none in time"
 _RETRY = 0.02
 #: The interval at which peers are checked, seconds.
 _ROUND = 2.0
+#: The pause after a connection that could not be accepted, and how long descriptors may be missing before those that
+#: call are hung up on, seconds.
+_PAUSE, _SHORT = 0.1, 1.0
 
 
 class _Pending:
@@ -68,6 +72,7 @@ class Listener:
         self._unknown: dict[_Pending, Hello] = {}
         self._refusals = Refusals(_log)
         self._shortages, self._name = Shortages(_log), name
+        self._short_since: float | None = None  #: the first accept that lacked a descriptor, since one succeeded
         self._stopping = threading.Event()
         self._socks: list[socket.socket] = []
         addresses = []
@@ -146,9 +151,12 @@ class Listener:
             self._shortages.note(self._name, error)
             if self._pending:
                 self._drop(self._oldest, "no descriptors or memory for one more")
-            else:
-                self._stopping.wait(0.1)
+                return
+            if is_shortage(error) and self._lasts():
+                self._hang_up(listening)
+            self._stopping.wait(_PAUSE)
             return
+        self._short_since = None
         pending = _Pending(sock, where[0], time.monotonic() + self._limit)
         try:
             sock.setblocking(False)
@@ -160,6 +168,31 @@ class Listener:
             self._drop(self._oldest, f"too many at once that prove nothing ({most})")
         self._pending[pending] = None
         self._poll.register(sock, selectors.EVENT_READ, pending)
+
+    def _lasts(self) -> bool:
+        """Returns whether descriptors have been missing for long enough that callers are not to wait for one."""
+        now = time.monotonic()
+        if self._short_since is None:
+            self._short_since = now
+        return now - self._short_since >= _SHORT
+
+    def _hang_up(self, listening: socket.socket) -> None:
+        """Hangs up on those that wait to be accepted, and listens again: their kernel has reached this one's, and they
+        would take this process for a busy one.
+
+        A descriptor that is kept to accept one with is of no use where the limit was lowered below its number.
+        """
+        where = listening.getsockname()
+        try:
+            listening.shutdown(socket.SHUT_RDWR)
+            if self._stopping.is_set():  # ``stop`` shuts down only once, which this must not undo
+                return
+            with suppress(OSError):  # the kernel kept the port
+                listening.bind(where)
+            listening.listen(_BACKLOG)
+        except OSError as error:
+            _log.warning("%s can't listen at %s any more: %s", self._name, where[:2], error)
+            self._poll.unregister(listening)
 
     def _hear(self, pending: _Pending) -> None:
         if pending not in self._pending:  # dropped since the poll
@@ -217,6 +250,7 @@ def _listen(host: str) -> tuple[socket.socket, str]:
     try:
         tune_before(sock, ip)
         sock.bind(where)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind, which has to find a port of its own
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
