@@ -58,7 +58,8 @@ MISSING: dict[str, str] = {
         reset_max_memory_allocated="reset_peak_memory_stats", reset_max_memory_cached="reset_peak_memory_stats",
     ),
     **_because(
-        _GRAPHS, "CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing", "make_graphed_callables",
+        _GRAPHS, "CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_annotations", "graph_pool_handle",
+        "is_current_stream_capturing", "make_graphed_callables",
     ),
     **_because(_SEEDS, "default_generators", "initial_seed", "seed", "seed_all"),
     "OutOfMemoryError": "it is torch.OutOfMemoryError, which a node's GPU raises; a CPU raises RuntimeError",
@@ -68,5 +69,7 @@ MISSING: dict[str, str] = {
     "has_half": "it is about how a CUDA build was made",
     "has_magma": "it is about how a CUDA build was made",
     "PYTORCH_RELEASES_CODE_CC": "it is about how a CUDA build was made",
-    "DEVICE_REQUIREMENT": "it is about how a CUDA build was made",
+    **_because(
+        "it is about how a CUDA build was made", "DEVICE_REQUIREMENT", "DEVICE_REQUIREMENT_POST_JETSON_SBSA_UNIFICATION"
+    ),
 }  # fmt: skip

@@ -69,6 +69,7 @@ SWITCHES: dict[str, Switch] = {
     **_c("cublas_allow_fp16_reduced_precision_reduction", (True, True), spread=True),
     **_c("cublas_allow_bf16_reduced_precision_reduction", (True, True), spread=True),
     **_c("cublas_allow_fp16_accumulation", False),
+    **_c("cublaslt_prefer_grouped_gemm", False),
     **_c("cpu_allow_fp16_reduced_precision_reduction", False),
     **_c("mkldnn_enabled", True),
     **_c("mkldnn_deterministic", False),

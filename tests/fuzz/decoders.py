@@ -655,7 +655,7 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/protocol/side.py:",
             "runtime/protocol/side.py:decode",
-            "runtime/node/side_channel.py:SideChannel._serve",
+            "runtime/node/side_channel.py:SideChannel._hear",
         ),
     ),
     Decoder(

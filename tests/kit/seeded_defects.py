@@ -40,13 +40,14 @@ def kernel(name: str, breaks: Callable[..., Any]) -> Callable[[pytest.MonkeyPatc
     """``breaks(original, *args)`` in the place of what nodes run for an operator."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
-        original = template.fast_path
+        for way in ("fast_path", "plain_path"):
+            original = getattr(template, way)
 
-        def fast_path(op: Any, *rest: Any) -> Callable[..., Any]:
-            fn = original(op, *rest)
-            return (lambda *args, **kwargs: breaks(fn, *args, **kwargs)) if op.name() == name else fn
+            def path(op: Any, *rest: Any, original: Callable[..., Any] = original) -> Callable[..., Any]:
+                fn = original(op, *rest)
+                return (lambda *args, **kwargs: breaks(fn, *args, **kwargs)) if op.name() == name else fn
 
-        patch.setattr(template, "fast_path", fast_path)
+            patch.setattr(template, way, path)
 
     return seed
 
