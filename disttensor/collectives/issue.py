@@ -222,9 +222,12 @@ class CollectiveWork(Work):
 
     def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
-        ended = _All([transfer for _, transfer in self._ended], lambda: None)
-        self._writing = guard(written, self, ended, site)
+        self._writing = guard(written, self, self._end_alone, site)
         return self
+
+    def _end_alone(self) -> Transfer:
+        """Returns what tells of the end, and holds no tensors."""
+        return _All([transfer for _, transfer in self._ended], lambda: None)
 
     def _waited(self) -> None:
         if self._writing is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,8 +30,8 @@ class Writing:
     """One asynchronous collective, and the views that can't be used before its end has been waited for."""
 
     def __init__(self, work: Work, ended: Transfer, site: Site | None) -> None:
-        """``ended`` says when the collective has ended. It must not hold the tensors, and this none of the handles that
-        have this: these are in no cycle that the collector knows."""
+        """``ended`` tells when the collective has ended. It must not hold the tensors, nor this object the handles that
+        hold it: the collector does not know handles, so it would never free such a cycle."""
         self._work, self._text, self._ended = weakref.ref(work), work._text, ended
         self._session, self._node = work._session, work._node
         self._site, self._epoch = site, work._session.synchronized
@@ -69,13 +69,13 @@ class Writing:
         )
 
 
-def guard(written: Sequence[Any], work: Work, ended: Transfer, site: Site | None) -> Writing | None:
-    """Has the other views of what a collective writes not be used until its end was waited for. Returns None where
-    there are none, which costs a look at each tensor."""
+def guard(written: Sequence[Any], work: Work, end_of: Callable[[], Transfer], site: Site | None) -> Writing | None:
+    """Has the other views of what a collective writes not be used until its end, of which ``end_of()`` tells, was
+    waited for. Returns None where there are none, which costs a look at each tensor."""
     shared = [tensor for tensor in written if _is_shared(tensor)]
     if not shared:
         return None
-    writing = Writing(work, ended, site)
+    writing = Writing(work, end_of(), site)
     names = [(each, set(_names(each))) for each in _used()]
     mine = {id(tensor._h) for tensor in written}
     for tensor in shared:

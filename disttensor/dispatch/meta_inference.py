@@ -161,8 +161,8 @@ def gives_value(op: OpOverload) -> bool:
 def infer(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``op`` on the meta device, and returns its outputs there. What it warns of is for the caller to find out.
 
-    Raises NotImplementedError where there is no meta kernel (or a wrong one), and torch's own errors (shapes, dtypes)
-    at the user's line.
+    Raises NotImplementedError where the meta kernel is missing or wrong, and torch's own errors (shapes, dtypes) at the
+    user's line.
     """
     if is_wrong(op):
         raise NotImplementedError

@@ -481,7 +481,7 @@ def end() -> None:
 
 
 def share_of(verify: Any) -> float:
-    """Returns ``verify`` as a float. Raises TypeError or ValueError for what is no share."""
+    """Returns ``verify`` as a float. Raises TypeError or ValueError for what is not a share."""
     if isinstance(verify, bool) or not isinstance(verify, (int, float)):
         raise TypeError(f"verify={shown(verify)} is not a number: 0 compares nothing, 0.01 one operation of 100, 1 all")
     if not 0 <= verify <= 1:

@@ -58,8 +58,8 @@ class Carrier(ABC):
     """Moves large payloads between one pair of peers.
 
     An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection. But a MemoryError
-    of ``open`` says that there is no room for this payload, which it has dropped, and a MissedError of a parcel that it
-    has not come: only its transfer fails. A ``carry`` whose payload does not arrive may return if the parcel raises.
+    of ``open`` (it had no room, and has dropped the payload) and a MissedError of a parcel (the payload has not come)
+    fail that transfer only. A ``carry`` whose payload does not arrive may return if the parcel raises.
     """
 
     #: the number of bytes of a descriptor

@@ -49,8 +49,8 @@ class Service:
     """The thread, and the hub, which it alone uses."""
 
     def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str], None]) -> None:
-        """``lose`` has a node be lost whose connection has ended, and why; it may be lost, or ending, already. It holds
-        what it has until ``Objects.lost``."""
+        """``lose`` declares a node lost, and says why: its connection has ended. The node may be lost, or ending,
+        already. It holds what it has until ``Objects.lost``."""
         self._hub, self._objects, self._lose = hub, objects, lose
         self._peers: dict[int, _Peer] = {}
         self._ready: deque[int] = deque()  #: nodes for which there are answers
