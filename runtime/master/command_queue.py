@@ -67,6 +67,7 @@ class CommandQueue:
     #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
     pieces: Sequence[object] = ()
     waiting = 0  #: the number of these commands
+    over = False  #: whether nothing leaves any more: a node is lost, the session has ended, or this is a forked child
     #: the most commands of a message
     most = MAX_BATCH
     #: says for a loss which part of the place is gone with a node
@@ -86,7 +87,7 @@ class CommandQueue:
         self.unheld: list[Iterable[int]] = []
         #: ``len(commands)`` at which an issuing thread has to check this queue: to open it, to flush, or to sweep
         self.limit = 2
-        #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so (a lost node)
+        #: ``len(commands)`` at which the thread has to flush. 0 makes each next append do so, once the queue is over
         self.batch = 2
         #: the queues that overlap this one
         self.overlaps: tuple[CommandQueue, ...] = ()
@@ -231,7 +232,7 @@ class CommandQueue:
             else:
                 self._queue_frees(refs)
         self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
-        if self.shut:  # as below
+        if self.shut or self.over:  # as below
             self.limit = 0
 
     @uninterrupted
@@ -249,8 +250,17 @@ class CommandQueue:
         """Sets the ``len(commands)`` at which the next message leaves."""
         self.batch = batch
         self.limit = min(batch, 2 * SWEEP)
-        if self.shut:  # looked at after the limit was set, and set before it by who shuts the queue: it stays 0
+        # both are looked at after the limit was set, and set before it by a thread that shuts or ends the queue: it
+        # stays 0
+        if self.over:
+            self.batch = self.limit = 0
+        elif self.shut:
             self.limit = 0
+
+    def end(self) -> None:
+        """Has each append from now on go to the link, which raises the error of a queue from which nothing leaves."""
+        self.over = True
+        self.set_flush_threshold(0)
 
     def set_shut(self, shut: bool) -> None:
         """Shuts the queue, or has it gather commands. The caller holds the link's lock."""
@@ -289,7 +299,7 @@ class CommandQueue:
     def forked(self) -> None:
         """Closes the queue in a forked child: nothing leaves, and every issuing thread learns of it."""
         self._taking = threading.RLock()
-        self.set_flush_threshold(0)
+        self.end()
 
     def discard(self) -> None:
         """Forgets the queue for a node that gets nothing any more; the lists would grow for ever."""

@@ -38,7 +38,7 @@ class FanOut(CommandQueue):
         """Notes that a member is lost: the others have what was issued before, and nothing is issued any more."""
         if self.lost is None:
             self.lost = error
-        self.set_flush_threshold(0)
+        self.end()
 
     def discard(self) -> None:
         """Forgets what was queued behind the loss; what is dead is still freed on the nodes that are left."""

@@ -144,7 +144,7 @@ class Link:
                 made.overlaps = tuple(overlaps)
                 made.set_shut(True)  # the first command opens it
                 if made.lost is not None or self.closed:
-                    made.set_flush_threshold(0)
+                    made.end()
                 self.fan_outs[ranks] = made
                 self.queues = [made, *self.queues]  # first, as they leave something to be sent at their members
             return made
@@ -991,7 +991,7 @@ class Link:
             for request in list(self._requests.values()):
                 request.resolve()
             for queue in self.queues:
-                queue.set_flush_threshold(0)
+                queue.end()
         self._wake.set()
         if self._asker != threading.get_ident():  # else a finalizer, or a handler, closes in the middle of it
             with self._asking:  # the thread that asks the launcher has ended that: it may be stopped now

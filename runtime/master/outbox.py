@@ -166,7 +166,7 @@ class Outbox(CommandQueue):
     def lose(self, error: NodeLost) -> None:
         """Notes that the node is lost: nothing is queued for it any more, and every issuing thread learns of it."""
         self.lost = error
-        self.set_flush_threshold(0)
+        self.end()
         self.discard()
         self.flush_with.clear()
         self._forget_unsent()

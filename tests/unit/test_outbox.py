@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,31 @@ def test_add_says_when_to_flush() -> None:
     box.add(call(0))
     assert box.add(call(1))
     assert len(box.commands) >= box.batch
+
+
+class Ends(list[Any]):
+    """A queue's list; another thread ends the queue when its length is read."""
+
+    def __init__(self, box: Outbox) -> None:
+        self.box = box
+
+    def __len__(self) -> int:
+        self.box.lose(NodeLost(0, "here", 1, "killed"))
+        return super().__len__()
+
+
+@pytest.mark.parametrize("meanwhile", ["an answer", "a sweep"])
+def test_a_queue_that_ends_meanwhile_takes_nothing(meanwhile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads set the limit without a lock: the loss is told at the next command, and not after a batch of them."""
+    box = Outbox(0)
+    box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+    if meanwhile == "a sweep":
+        box.queue = Ends(box)
+        box.sweep()
+    else:
+        monkeypatch.setattr(Outbox, "idle", property(lambda self: self.lose(NodeLost(0, "here", 1, "killed")) is None))
+        box.restart()
+    assert (box.lost is None, box.batch, box.limit) == (False, 0, 0)
 
 
 def test_what_died_is_freed_in_the_middle_of_a_batch() -> None:
