@@ -169,6 +169,10 @@ class Call:
         """Returns what the function has raised: of its own class, if that was announced."""
         return raised(error, self._announced, self._named_in)
 
+    def issued_as(self, op: str, site: Any) -> bool:
+        """Returns whether a node tells of this call by such a name and line."""
+        return (op, site) == (self._what, self._site)
+
     def issued(self) -> None:
         """Drops what the script keeps for it: it is queued, and its result has an owner."""
         self._adopted = True

@@ -93,8 +93,8 @@ def map(
         returns, raises: as for ``run``: classes of yours whose objects, and exceptions, may come back.
 
     The first error is raised, of the items in their order or, not ``ordered``, of those that end; then, and when the
-    iterator is dropped, what is under way is cancelled. Raises at once TypeError, ValueError for arguments that can't
-    be, DisttensorError without a session.
+    iterator is dropped, what is under way is cancelled, and errors of those items are raised nowhere. Raises at once
+    TypeError, ValueError for arguments that can't be, DisttensorError without a session.
     """
     session = current.session()
     if not iterables:
@@ -141,7 +141,7 @@ class _Mapping:
                 yield self._done.pop(number)
         finally:
             for work, *_ in self._running.values():
-                work.cancel()
+                work.abandon()
 
     def _feed(self) -> bool:
         """Begins items while there is room; returns whether any result is to come."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +166,14 @@ class _Part:
     def begin(self, session: Session) -> None:
         self.request = session.link.request_told(self.call.place.node, c.Result, self.ended.finish)
 
+    def unheard(self, session: Session) -> None:
+        """Keeps an error with which the function itself has ended from being raised by a later synchronization."""
+        reply = self.request.reply
+        if isinstance(reply, c.Poisoned) and reply.rank == self.call.place.node:
+            failure = session.link.failures.get((reply.rank, reply.seq))
+            if failure is not None and self.call.issued_as(failure.told.op, failure.site):  # else that of an argument
+                failure.observed = True
+
     def outcome(self, session: Session) -> Any:
         """Returns what the function has returned; raises its error, NodeLost, DisttensorError after shutdown."""
         reply: Any = self.request.reply
@@ -272,6 +281,12 @@ class Submitted(Result):
         link = self._session.link
         told = [link.cancel(part.request.node, part.request.id) for part in self.parts if not part.ended.is_completed()]
         return any(told)
+
+    def abandon(self) -> None:
+        """Cancels it for a caller that asks for no result: an error with which it ends meanwhile is raised nowhere."""
+        self.cancel()
+        for part in self.parts:
+            part.ended.add_done_callback(partial(part.unheard, self._session))
 
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""

@@ -396,7 +396,8 @@ def test_zero_size_views_keep_their_strides(way: str) -> None:
 
 
 def tcp_bytes() -> int:
-    """Bytes that the kernel has counted at this process's TCP connections, in both directions."""
+    """Bytes that the kernel has counted at this process's TCP connections, in both directions: those that left, once,
+    as the other end acknowledges them some time after it has them."""
     total = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -406,8 +407,9 @@ def tcp_bytes() -> int:
             continue
         with socket.socket(fileno=os.dup(int(fd))) as s:
             if s.family in (socket.AF_INET, socket.AF_INET6):
-                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-                total += sum(struct.unpack_from("QQ", info, 120))  # tcpi_bytes_acked, tcpi_bytes_received
+                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                received, sent, again = *struct.unpack_from("Q", info, 128), *struct.unpack_from("QQ", info, 200)
+                total += received + sent - again  # tcpi_bytes_received, tcpi_bytes_sent, tcpi_bytes_retrans
     return total
 
 

@@ -85,6 +85,13 @@ def loop_if(item: tuple[int, int]) -> int:
     return number
 
 
+def fails_when_cancelled(item: tuple[int, int]) -> int:
+    try:
+        return loop_if(item)
+    except KeyboardInterrupt:
+        raise ValueError("nobody asked for it") from None
+
+
 @pytest.mark.row("I20")
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -153,6 +160,23 @@ def test_the_first_error_is_raised_and_the_rest_is_cancelled() -> None:
     with pytest.raises(TypeError, match="can't be sent"):
         list(dt.map(square, [threading.Lock()]))
     dt.synchronize()
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_errors_of_what_is_cancelled_are_raised_nowhere_and_those_of_its_arguments_are(per_node: int) -> None:
+    begun = threading.Event()
+    with Began(begun.set) as port:
+        results = dt.map(fails_when_cancelled, [(0, 0), (1, port)], per_node=per_node)
+        assert next(results) == 0
+        assert begun.wait(HANG)
+        results.close()  # type: ignore[attr-defined]
+    dt.synchronize()
+    failed = torch.ones(3, device="node:1").index_select(0, torch.tensor([7], device="node:1"))
+    results = dt.map(len, ["first", failed], nodes=[0, 1], per_node=per_node)
+    assert next(results) == 5
+    results.close()  # type: ignore[attr-defined]
+    with pytest.raises(IndexError, match="out of range"):
+        dt.synchronize()
 
 
 @pytest.mark.parametrize(
