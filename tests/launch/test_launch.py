@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +35,8 @@ from disttensor.runtime.launch import (
 )
 from disttensor.runtime.launch.output.lines import Tail
 from disttensor.runtime.launch.starters.local import LocalLauncher
-from disttensor.runtime.launch.tree.control import CREDIT, Ended, News, NodeOutput, OutputAck, Start
+from disttensor.runtime.launch.starters.server_launcher import ServerLauncher
+from disttensor.runtime.launch.tree.control import CREDIT, Began, Ended, News, NodeOutput, Order, OutputAck, Start
 from disttensor.runtime.launch.tree.framed import FramedSocket
 from disttensor.runtime.launch.tree.server import Node
 from disttensor.runtime.launch.tree.spawn import spawn_server
@@ -97,6 +99,24 @@ def test_a_rank_that_runs_and_one_that_is_free_again(launch: Launch) -> None:
     assert [type(e) for e in collect(launcher, 1)] == [Started]
     with pytest.raises(ValueError, match=r"node 0 runs already; nodes that run: \[0, 1\]"):
         launcher.start(bundles("serve"))
+
+
+def test_orders_that_a_busy_server_takes_late_reach_it() -> None:
+    """More than fits the socket, as those of a hundred nodes while the server imports torch: the rest follows."""
+    here, there = socket.socketpair()
+    launcher = ServerLauncher(here, None)
+    with FramedSocket[Order](Order, there.detach()) as server:
+        most = 1000
+        launcher.start(bundles(*["serve" * 200] * most))  # the server does nothing meanwhile
+        begun = 0
+        while orders := server.hear():
+            for order in orders:
+                assert isinstance(order, Start)
+                server.say(Began(order.bundle.rank, 1))
+            launcher.events()
+            begun += len(orders)
+        assert begun == most
+    launcher.stop(0)
 
 
 def test_a_crash_has_a_traceback(launch: Launch) -> None:

@@ -120,7 +120,7 @@ class ServerLauncher(Launcher):
                 self._asked += 1
                 self.vacant = max(0, self.vacant - 1)
                 self._wire.say(Start(bundle, self.entry))
-            self._wire.push(1.0)  # bytes beyond its buffer go when the server has imported torch
+            self._wire.push(1.0)  # bytes beyond its buffer go with its news, once it has imported torch
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a worker's process group and returns; one that has ended already is left alone.
@@ -253,6 +253,8 @@ class ServerLauncher(Launcher):
             raise ForkError(f"this launcher belongs to process {self._pid}, which forked this one")
 
     def _hear(self) -> None:
+        """Takes in the server's news, and sends it what has had no room: it tells of each order that it has taken."""
+        self._wire.push()
         for news in self._wire.hear():
             match news:
                 case Ready():
