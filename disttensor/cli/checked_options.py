@@ -255,6 +255,17 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
     return spec_of_allocation(spec, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
 
 
+def sizes_of(options: argparse.Namespace, spec: LaunchSpec) -> tuple[int, int]:
+    """Returns the number of nodes that the script has unless it asks for fewer, and of those that this host starts.
+
+    Without a master the first one is 0.
+    """
+    named = options.nodes or max(2, len(gpus()))
+    given = spec.least or spec.slots or named
+    here = named if spec.launcher in ("local", "join") else 0
+    return 0 if options.process_group else given, here
+
+
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     own = dict(text.partition("=")[::2] for text in options.launcher_option)
     if options.launcher == "join":

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
-from ..runtime.host import mpi_env
+from ..runtime.host import descriptors, mpi_env
 from ..runtime.host.affinity import gpus
 from ..runtime.host.launch_spec import PLAN, LaunchSpec, text_of
 from ..runtime.host.precedence import for_script
@@ -38,7 +38,7 @@ from ..runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, w
 from ..runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
 from ..runtime.protocol.errors import StartError
 from ..torch_backend import at_import
-from .checked_options import parse, program_of, spec_of, worker_options_of
+from .checked_options import parse, program_of, sizes_of, spec_of, worker_options_of
 
 #: Seconds in which the processes that a script leaves behind may end by themselves. The fork server needs one.
 _PATIENCE = 2.0
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if options.check:
         return _check_hosts(options, spec)
+    if why := descriptors.shortage_below(*sizes_of(options, spec)):  # before all is started that could not live
+        print(f"dtrun: error: {why}", file=sys.stderr)
+        return 1
     if options.process_group:
         return _run_everywhere(options, spec)
     environment = os.environ | for_script(options, spec) | {PLAN: text_of(spec)}

@@ -222,6 +222,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     interrupts.look()
     starter: Launcher | None = None
     if settings.launcher != "inproc":
+        _check_descriptors(settings)
         starter = get_launcher(settings.launcher).of(settings.spec)
         undo.callback(starter.stop, 0)
     count = _count(settings.nodes, starter, settings.spec.least)
@@ -340,6 +341,20 @@ def _hub_beside(
 
 def _public(keys: Sequence[tuple[str, str]]) -> dict[int, str]:
     return {rank: key[0] for rank, key in enumerate(keys)}
+
+
+def _check_descriptors(settings: Settings) -> None:
+    """Looks for a shortage of descriptors before a launcher starts anything, by the fewest nodes that there can be.
+
+    Raises StartError.
+    """
+    if settings.launcher == "local":
+        count = here = _count(settings.nodes, None, settings.spec.least)
+    else:
+        least = settings.nodes[0] if isinstance(settings.nodes, tuple) else settings.nodes
+        count, here = least or settings.spec.least or 1, 0
+    if why := descriptors.shortage(count) or descriptors.shortage_below(0, here):
+        raise StartError(why)
 
 
 def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:

@@ -162,7 +162,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
         timeout: seconds.
 
     Raises StartError for a file that is not there, or can be read by others, BrokenError when the endpoint can't be
-    reached, or does not let this program in.
+    reached, or does not let this program in, OSError when this program has too few file descriptors left.
     """
     check_tag(tag)
     check_timeout(timeout)

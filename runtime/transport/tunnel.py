@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from ..host import descriptors
 from ..protocol.errors import BrokenError, ClosedError
 from .spoke import RETRY, KeyRefusedError, ZmqSpoke
 from .tunnel_io import TunnelPump
@@ -97,7 +98,7 @@ class TunnelClient(TunnelPump):
     ``addresses`` are the tunnel server's, such as tcp://node1:41233; names may have several, and the first that answers
     is taken. Goes on trying for ``timeout`` seconds, as the root may start later than its agents.
 
-    Raises BrokenError with the last reason of each address.
+    Raises BrokenError with the last reason of each address, OSError at once where this process has too few descriptors.
     """
 
     def __init__(self, addresses: Sequence[str], keys: tuple[str, str], server_key: str, timeout: float) -> None:
@@ -142,6 +143,7 @@ class _SpokeMessages:
 
 
 def _reach(addresses: Sequence[str], keys: tuple[str, str], server_key: str, timeout: float) -> ZmqSpoke:
+    descriptors.check_context()
     deadline, reasons = time.monotonic() + timeout, dict[str, str]()
     while True:
         for address in addresses:
@@ -166,6 +168,8 @@ def _reach(addresses: Sequence[str], keys: tuple[str, str], server_key: str, tim
                 except BrokenError:
                     reasons[endpoint] = "something answers, but it does not prove to know this job's secret"
                 except OSError as e:
+                    if descriptors.is_shortage(e):  # of this process: another attempt would lack them, too
+                        raise
                     reasons[endpoint] = e.strerror or "no answer"
         if time.monotonic() + RETRY >= deadline:
             raise BrokenError("; ".join(f"{where}: {why}" for where, why in reasons.items()))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import resource
 import signal
 import socket
 import subprocess
@@ -111,6 +112,39 @@ def test_a_script_that_asks_for_no_nodes(dtrun: Dtrun, text: str, code: int, sai
         _, err = process.communicate(timeout=HANG)
     assert process.returncode == code
     assert ("never called disttensor.init_master_worker(): its nodes were started in vain" in err) is said, err
+
+
+#: Limits of descriptors, dtrun's options, and what it says.
+FEW = [
+    (24, ("-n", "2"), "a session of 2 nodes takes 41"),
+    (64, ("-n", "20"), "a session of 20 nodes takes 86"),
+    (100, ("-n", "20"), "the fork server of 20 nodes takes 109"),
+    (100, ("-n", "20", "--process-group"), "the fork server of 20 nodes takes 109"),
+    (100, ("--hosts", "a:20,b:20"), "a session of 40 nodes takes 136"),
+    (64, ("-n", "10", "--nnodes", "2", "--connection-file", "here"), "a session of 20 nodes takes 86"),
+]
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize(("most", "options", "said"), FEW, ids=[" ".join(options) for _, options, _ in FEW])
+def test_few_descriptors_are_told_before_anything_is_started(
+    dtrun: Dtrun, most: int, options: tuple[str, ...], said: str
+) -> None:
+    """Scripts and fork servers inherit the limit; they would say so after they have imported torch."""
+    limits = (most, most)
+    with (
+        within(5.0),
+        dtrun(
+            "print('begun')", options=options, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        ) as process,
+    ):
+        out, err = process.communicate(timeout=HANG)
+    assert (process.returncode, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line == (
+        f"dtrun: error: Too many open files: {said} file descriptors at least; process {process.pid} may have {most} "
+        f"open at once (RLIMIT_NOFILE): raise that with `ulimit -n 4096` (the hard limit is {most})"
+    )
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

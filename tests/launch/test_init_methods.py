@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from aftermath import within
 from limits import HANG
 from ports import free_port
 
@@ -94,6 +95,30 @@ def test_torchrun_with_a_plain_script(start: Start, tmp_path: Path) -> None:
     out, err = torchrun.communicate(timeout=HANG)
     assert (torchrun.returncode, out) == (1, "")
     assert "ValueError: torchrun has started 2 processes of this script, and each would start nodes of its own" in err
+
+
+#: Has dtrun start with so many descriptors at most.
+FEW = """
+import resource, sys, dtrun
+resource.setrlimit(resource.RLIMIT_NOFILE, 2 * (int(sys.argv[1]),))
+sys.exit(dtrun.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.fault(44)
+@pytest.mark.parametrize(
+    ("most", "said"), [(16, "an agent takes 21"), (64, "the fork server of 20 nodes takes 109")], ids=["agent", "nodes"]
+)
+def test_a_worker_with_few_descriptors_ends_at_once(start: Start, most: int, said: str) -> None:
+    """Before it looks for its master, which it does for 20 s here."""
+    url = f"tcp://localhost:{free_port()}"
+    with within(5.0):
+        worker = start("-c", FEW, str(most), "worker", "--init-method", url, "-n", "20", "--timeout", "20")
+        out, err = worker.communicate(timeout=HANG)
+    assert (worker.returncode, out) == (1, "")
+    assert err.startswith(f"dtrun worker: error: Too many open files: {said} file descriptors at least; process ")
+    assert err.endswith(f"raise that with `ulimit -n 4096` (the hard limit is {most})\n")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.row("M23", "G2")

@@ -196,6 +196,19 @@ def test_too_few_descriptors() -> None:
     assert alive_after(HANG, [e.pid for e in events if isinstance(e, Started)]) == []
 
 
+@pytest.mark.fault(44)
+def test_a_fork_server_raises_its_own_limit_where_it_may() -> None:
+    launcher = LocalLauncher("stub_workers:act", STUBS)
+    assert launcher._server is not None
+    _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(launcher._server.pid, resource.RLIMIT_NOFILE, (20, highest))
+    launcher.start(bundles(*["serve"] * 5))
+    events = collect(launcher, 5)
+    assert [type(e) for e in events] == [Started] * 5
+    launcher.stop(0)
+    assert alive_after(HANG, [e.pid for e in events]) == []
+
+
 def test_server_killed(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     """Its workers end with it, by the kernel: one that does not look at its life-line, too."""
     launcher, pids = launch("serve", "stubborn")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import select
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -68,6 +71,17 @@ def test_ranks_in_blocks(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(unfolded(capfd.readouterr().out.splitlines())) == [
         f"[node {k}] {place}" for k, place in enumerate(places)
     ]
+
+
+@pytest.mark.fault(44)
+def test_a_root_raises_its_own_limit_where_it_may(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (14, highest))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=few))
+        launcher = tree(1, 1, 1)
+    launcher.start(asked("serve", "serve", "serve"))
+    assert [type(event) for event in collect(launcher, 3)] == [Started] * 3
 
 
 def test_a_node_killed(tree: Tree) -> None:

@@ -170,6 +170,15 @@ def test_one_for_whom_there_is_no_descriptor_left_ends_nobody_elses_tunnel(monke
         assert receive(there, 10) == b"still here"
 
 
+def test_one_that_has_no_descriptors_itself_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_connection", none_left)
+    with reception() as at, pytest.raises(OSError, match="Too many open files"):
+        TunnelClient(at.addresses, GUEST, HOST[0], LIMIT)
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["root", "agent"])
 def test_the_end_of_one_is_the_end_of_the_other_after_all_that_was_said(which: int) -> None:
     with tunnelled() as (_, *ends):

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ...host import slurm_env
+from ...host import descriptors, slurm_env
 from ...host.addresses import split
 from ...host.affinity import OWN, gpus
 from ...host.precedence import setting
@@ -138,14 +138,19 @@ def join(
         local_size: the number of nodes of its host; 0 for not known.
         typed: started by a user, whose Ctrl-C is meant for it and not for the master.
 
-    Raises StartError when the job cannot be reached in ``timeout`` seconds or does not let this process in.
+    Raises StartError when the job cannot be reached in ``timeout`` seconds or does not let this process in, or this
+    process may have too few descriptors.
     """
+    if why := descriptors.shortage_of_agent(slots):
+        raise StartError(why)
     name_process("dt-worker")
     try:
         keys = invitation.public_key, invitation.secret_key
         tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, timeout)
     except BrokenError as e:
         raise StartError(f"the job cannot be joined: {e}{_hint(invitation)}") from None
+    except OSError as e:
+        raise StartError(f"the job cannot be joined: {e.strerror}") from None
     up: FramedStream[Order] = FramedSocket(Order, tunnel.socket.detach())
     try:
         agent = Agent(up, agent_hello(slots, rank, local_rank, local_size))

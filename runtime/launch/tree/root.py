@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from ...host import descriptors
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
@@ -187,6 +188,7 @@ class Root:
 
     def _begin(self, spec: LaunchSpec) -> None:
         self.spec = spec
+        descriptors.make_room_for_agents(max(len(spec.hosts), spec.most))
         self._printer.show(spec.output)
         try:
             self._starter = get_starter(spec.launcher)(self)

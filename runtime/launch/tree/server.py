@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+from ...host import descriptors
 from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children
@@ -245,6 +246,7 @@ class Server:
         fds: list[int] = []
         if not self._nodes:
             self._memory.begin()
+        descriptors.make_room_for_nodes(len(self._nodes) + 1)
         try:
             for _ in range(3):
                 fds += os.pipe()
