@@ -90,7 +90,6 @@ def _warn(late: Late) -> None:
             line_number(late.site),
             module=scope.get("__name__"),
             registry=scope.setdefault("__warningregistry__", {}),
-            module_globals=scope,
         )
     except Warning as e:  # which a filter has made of it
         e.add_note(f"  issued: {line_of(late.site)}")

@@ -6,6 +6,7 @@ that is called by ``torch.ops`` is not such a function: alone it prints, and wit
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -45,7 +46,9 @@ class Listener:
 def listening(module: str, record: object) -> Callable[[Listener], None]:
     """Returns a function that has torch call a listener. What kernels warn of there is a warning at a line of
     ``module``, of which ``record`` notes which have been shown."""
-    return FunctionType(_call.__code__, {"__name__": module, "__warningregistry__": record, "torch": torch})
+    # imports of the interpreter's own look for __builtins__ where the running function has its globals
+    names = {"__builtins__": builtins, "__name__": module, "__warningregistry__": record, "torch": torch}
+    return FunctionType(_call.__code__, names)
 
 
 def _call(listener: Any) -> None:

@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,6 +265,10 @@ def line_of(function: Callable[..., object]) -> str:
     return f"{__file__}:{function.__code__.co_firstlineno + 1} in {function.__name__}"
 
 
+#: A comprehension is a function of its own before Python 3.12 (PEP 709).
+COMPREHENSION = ".<locals>.<listcomp>" if sys.version_info < (3, 12) else ""
+
+
 def test_the_largest_tensors_are_named_by_the_lines_that_made_them() -> None:
     x = several("node:1")
     y = doubled()
@@ -271,7 +276,7 @@ def test_the_largest_tensors_are_named_by_the_lines_that_made_them() -> None:
     small = torch.ones(10, device="node:1")
     model = layer()
     said = [line.strip() for line in node.memory_summary("node:1").splitlines()]
-    assert f"3.00 MiB  {line_of(several)}.<locals>.<listcomp>: 3 tensors, the largest float32 (262144,)" in said
+    assert f"3.00 MiB  {line_of(several)}{COMPREHENSION}: 3 tensors, the largest float32 (262144,)" in said
     assert f"2.00 MiB  {line_of(doubled)}: float32 (524288,)" in said
     assert f"4.00 MiB  {line_of(layer)}: 2 tensors, the largest float32 (1024, 1024)" in said
     assert "by the lines" not in node.memory_summary("node:1", abbreviated=True)

@@ -331,6 +331,29 @@ def test_the_filters_of_the_script_decide(module: str) -> None:
     assert texts == ["beware", "beware of its caller"] * (module != "another")
 
 
+class Sourceless:
+    """The loader of a module that was generated."""
+
+    def get_source(self, name: str) -> str:
+        raise OSError(f"{name} has no source")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_module_whose_source_cannot_be_read_is_warned_of_as_by_warn(
+    heard: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lacking in ({"__spec__": None}, {"__spec__": None, "__loader__": None}, {"__loader__": Sourceless()}):
+        with monkeypatch.context() as changed:
+            for name, value in lacking.items():
+                changed.setitem(globals(), name, value)
+            dt.submit(warns, RuntimeWarning, "beware", node=1)
+            warnings.warn("beware", RuntimeWarning, stacklevel=1)
+            dt.synchronize()
+        here, late = heard
+        assert (late.category, late.filename, late.lineno + 1) == (here.category, here.filename, here.lineno)
+        heard.clear()
+
+
 def test_a_strict_script_fails_at_the_next_wait(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = script("""
 import warnings
