@@ -17,7 +17,7 @@ import disttensor as dt
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # TorchScript is deprecated
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),  # a FutureWarning since torch 2.14
 ]
 
 
