@@ -42,7 +42,7 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
     count = None if count is None else whole_number("count", count)
     session = current.session()
     link, deadline = session.link, None if timeout is None else time.monotonic() + timeout
-    if count is not None and count > _possible(session):
+    if count is not None and count > _possible(session) and not link.launcher_died:  # that is said below
         raise ValueError(f"{count} nodes: this session can have {_possible(session)}; see init_master_worker(nodes=)")
     link.pause(0)
     while True:
