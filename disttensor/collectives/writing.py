@@ -70,8 +70,8 @@ class Writing:
 
 
 def guard(written: Sequence[Any], work: Work, end_of: Callable[[], Transfer], site: Site | None) -> Writing | None:
-    """Has the other views of what a collective writes not be used until its end, of which ``end_of()`` tells, was
-    waited for. Returns None where there are none, which costs a look at each tensor."""
+    """Refuses uses of the other views of what a collective writes, until a wait for its end. ``end_of()`` makes what
+    tells of that end. Returns None where there are no such views, which costs a look at each tensor."""
     shared = [tensor for tensor in written if _is_shared(tensor)]
     if not shared:
         return None

@@ -86,7 +86,7 @@ def limit() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Returns whether an error says that there are no descriptors left, of this process or of this machine."""
+    """Returns whether an error says that this process, or this machine, has used up its descriptors."""
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
@@ -110,7 +110,7 @@ def _raise_to(wanted: int) -> None:
     wanted = max(wanted, _ENOUGH)
     if highest != resource.RLIM_INFINITY:
         wanted = min(wanted, highest)
-    if wanted > most:
+    if resource.RLIM_INFINITY != most < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, highest))
 
