@@ -152,6 +152,24 @@ def test_what_is_kept_has_the_values_of_the_last_replay(way: str, shift: int) ->
             s.write()
 
 
+@pytest.mark.parametrize("way", ["received", "computed"])
+def test_a_view_that_a_stream_has_still_to_make_has_the_values_of_the_last_replay(way: str) -> None:
+    """Whether it is there already is a matter of chance."""
+    x, stream = torch.arange(24.0, device="node:1" if way == "received" else "node:2"), dt.Stream(node=2)
+    expected = torch.arange(24.0)
+    for k in range(60):
+        g = dt.Graph()
+        with dt.graph(g):
+            view = (x.to("node:2") if way == "received" else x * 1).view(4, 6)
+        g.replay()
+        x.add_(1)
+        expected.add_(1)
+        with dt.stream(stream):
+            view * 0.5
+        g.replay()
+        assert torch.equal(view.cpu(), expected.view(4, 6)), k
+
+
 @pytest.mark.parametrize("way", ["received", "on a mesh", "all_reduce", "computed"])
 def test_what_is_returned_and_kept_is_two_tensors(way: str) -> None:
     """What a graphed function returns is its caller's own: neither a write into what the function has kept, nor a later

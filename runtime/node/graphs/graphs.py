@@ -9,7 +9,7 @@ A segment that meets poison, or that raises, is done call by call by the executo
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_line
 from functools import partial
@@ -237,6 +237,11 @@ class Graphs:
         found = self._graphs.get(graph)
         steps = [] if found is None else found.steps
         return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
+
+    def outputs(self, graph: int) -> Collection[int]:
+        """Returns the refs of the graph's outputs."""
+        found = self._graphs.get(graph)
+        return () if found is None else found.outputs
 
     def switches(self, graph: int) -> bool:
         """Returns whether the graph's replays set switches of torch's."""
