@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import nlargest
 from itertools import accumulate
 from operator import itemgetter
@@ -156,7 +156,9 @@ class Store:
         #: sends under way, and what functions read beside: who writes this memory has it ``release``d first
         self.sending: list[tuple[Entry, Transfer]] = []
         #: ref of a graph's output -> the dict that keeps it if it is freed while others see its memory
-        self.watched: dict[int, dict[int, torch.Tensor]] = {}
+        self.watched: dict[int, dict[int, Entry]] = {}
+        #: returns the ids of entries of which tasks of streams have still to make views, and the keys of their memory
+        self.viewed: Callable[[], Collection[int]] = tuple
         self.tally: Tally | None = None  #: counts memory, once somebody has asked for its peak
         self._peak = 0  #: the most entries since memory was last given back
 
@@ -186,9 +188,8 @@ class Store:
         for ref in refs:
             orphans = self.watched.pop(ref, None)
             entry = self.entries.get(ref)
-            tensor = None if orphans is None or entry is None else made(entry)
-            if orphans is not None and tensor is not None and shared(tensor):
-                orphans[ref] = tensor
+            if orphans is not None and entry is not None and seen(entry, self.viewed()):
+                orphans[ref] = entry
 
     def lent(self, ref: int, value: Any) -> Any:
         """Returns what a function gets as ``value``, the entry under ``ref``: for a graph's output another tensor in
@@ -295,6 +296,12 @@ def shared(tensor: torch.Tensor) -> bool:
     if uses == 1 and tensor._base is not None:
         return _held(tensor) > _HELD
     return uses > 0
+
+
+def seen(entry: Entry, viewed: Collection[int]) -> bool:
+    """Returns whether others have the memory of an entry, or are going to (``Store.viewed``, asked before)."""
+    tensor = made(entry)
+    return id(entry) in viewed or (tensor is not None and (memory(tensor) in viewed or shared(tensor)))
 
 
 def _held(view: torch.Tensor) -> int:

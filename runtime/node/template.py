@@ -33,7 +33,7 @@ class Template:
 
     __slots__ = (
         "aloud", "call", "foreseen", "holes", "keyword", "loud", "mutated", "name", "op", "outs", "over", "positional",
-        "run", "single",
+        "run", "single", "views",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,8 @@ class Template:
         self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # not a list of one tensor
+        #: whether a result may lie in the memory of an operand
+        self.views = any(r.alias_info is not None for r in returns)
         self.run = self.storing(entries)
 
     def storing(self, e: Entries, call: Run | None = None) -> Run:
@@ -134,7 +136,7 @@ class Broken(Template):
 
     def __init__(self, define: c.Define, why: Exception) -> None:
         self.name, self.outs, self.mutated = define.op, define.outs, ()
-        self.foreseen = self.loud = False
+        self.foreseen = self.loud = self.views = False
         self.holes = tuple(_holes((*define.args, *(s for _, s in define.kwargs))))
 
         def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:

@@ -8,8 +8,10 @@ between replays; the expected values are computed here, on local tensors.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +170,41 @@ def test_a_view_that_a_stream_has_still_to_make_has_the_values_of_the_last_repla
             view * 0.5
         g.replay()
         assert torch.equal(view.cpu(), expected.view(4, 6)), k
+
+
+def stand(on: str) -> None:
+    """Stands still until it may go on."""
+    with open(on) as opened:
+        opened.read()
+
+
+@pytest.mark.parametrize("freed", [False, True], ids=["kept", "freed"])
+@pytest.mark.parametrize("way", ["received", "computed"])
+def test_a_replay_waits_for_no_view_that_a_stream_makes_later(way: str, freed: bool, tmp_path: Path) -> None:
+    """The view shows the new values, and the node goes on while its stream stands still."""
+    x, stream = torch.arange(24.0, device="node:1" if way == "received" else "node:2"), dt.Stream(node=2)
+    g = dt.Graph()
+    with torch.inference_mode(), dt.graph(g):  # else the view has its base, which is never freed before it then
+        y = x.to("node:2") if way == "received" else x * 1
+    g.replay()
+    y.sum().item()  # it has arrived
+    os.mkfifo(on := tmp_path / "on")
+    standing = dt.submit(stand, str(on), node=0)
+    try:
+        stream.wait_stream(dt.streams.default_stream(0))
+        with torch.inference_mode(), dt.stream(stream):
+            view = y.view(4, 6)
+            view * 0.5
+        if freed:
+            del y
+        for _ in range(2):
+            x.add_(1)
+            g.replay()
+            assert torch.ones(1, device="node:2").item() == 1  # the replay is over
+    finally:
+        on.write_text("")
+    standing.result()
+    assert torch.equal(view.cpu(), torch.arange(24.0).view(4, 6) + 2)
 
 
 @pytest.mark.parametrize("way", ["received", "on a mesh", "all_reduce", "computed"])

@@ -27,7 +27,7 @@ from ...protocol.traits import TRAITS, kinds
 from .. import geometry
 from ..op_fast_path import plain_path
 from ..state import NodeState
-from ..store import Promise, Unmade, made, memory, shared
+from ..store import Entry, Pending, Promise, Unmade, made, memory, seen
 from ..template import Broken, Template
 from ..warned import dropping, heard_by
 from .engines.builder import Builder
@@ -73,7 +73,7 @@ class Graph:
     numbers: int  #: how many of a replay's numbers its programs know: the rest is for other nodes
     switches: bool  #: whether it sets switches of torch's, which are then as before after each replay
     #: outputs that were freed while others (views made outside) see their memory
-    orphans: dict[int, torch.Tensor] = field(default_factory=dict)
+    orphans: dict[int, Entry] = field(default_factory=dict)
     #: views made outside that the last replay has poisoned, as it failed to make their values: (ref, view, poison)
     spoiled: list[tuple[int, torch.Tensor, Poison]] = field(default_factory=list)
 
@@ -238,11 +238,6 @@ class Graphs:
         steps = [] if found is None else found.steps
         return any(isinstance(s, Single) and isinstance(s.command, (c.Send, c.Collective)) for s in steps)
 
-    def outputs(self, graph: int) -> Collection[int]:
-        """Returns the refs of the graph's outputs."""
-        found = self._graphs.get(graph)
-        return () if found is None else found.outputs
-
     def switches(self, graph: int) -> bool:
         """Returns whether the graph's replays set switches of torch's."""
         found = self._graphs.get(graph)
@@ -293,21 +288,21 @@ class Graphs:
             entries[new] = result
 
     def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
-        """Lets go of the last replay's outputs. Returns those whose memory others see: it gets the new values."""
+        """Lets go of the last replay's outputs. Returns those whose memory others see, or are going to: it gets the new
+        values."""
         entries = self._node.store.entries
+        viewed = self._node.store.viewed()  # first: who makes a view meanwhile is found by ``shared``
         kept: dict[int, torch.Tensor] = {}
         for ref, view, poison in graph.spoiled:
             if entries.get(ref) is poison:
                 entries[ref] = view
         graph.spoiled.clear()
         for ref in list(graph.outputs):
-            if isinstance(entries.get(ref), Promise):  # a stream or an asynchronous collective writes it
-                self._awaited(ref)
             entry = entries.pop(ref, None)
-            old = None if entry is None else made(entry)
+            old = self._last(entry, viewed)
             if old is None:
-                old = graph.orphans.get(ref)
-            if old is not None and shared(old):
+                old = self._last(graph.orphans.get(ref), viewed)
+            if old is not None:
                 kept[ref] = old
                 continue
             graph.orphans.pop(ref, None)
@@ -315,6 +310,14 @@ class Graphs:
                 graph.outputs.discard(ref)
                 graph.frees[-1].append(ref)
         return kept
+
+    def _last(self, entry: Entry | None, viewed: Collection[int]) -> torch.Tensor | None:
+        """Returns an output of the last replay if others have its memory, or are going to. Waits for one that a stream
+        or an asynchronous collective writes, and for one to arrive that a stream makes a view of."""
+        if isinstance(entry, Promise) or (isinstance(entry, Pending) and id(entry) in viewed):
+            value = entry.result(partial(self._node.tell, "transfer"))
+            return value if isinstance(value, torch.Tensor) and (id(entry) in viewed or seen(value, viewed)) else None
+        return made(entry) if entry is not None and seen(entry, viewed) else None
 
     def _end(self, graph: Graph, kept: dict[int, torch.Tensor]) -> None:
         store = self._node.store

@@ -63,9 +63,10 @@ class Task:
         waits: events and transfers that it waits for besides. If one of them fails, the task fails with its error.
         spoil: called with the cause when the task could not be done.
         sends: sends under way when it was queued; it waits for those that read memory that it writes.
+        views: whether it may make, or keep, views of what it reads.
     """
 
-    __slots__ = ("keeps", "name", "outs", "reads", "run", "sends", "seq", "spoil", "waits", "writes")
+    __slots__ = ("keeps", "name", "outs", "reads", "run", "sends", "seq", "spoil", "views", "waits", "writes")
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Task:
         keeps: bool = False,
         waits: Sequence[Transfer] = (),
         spoil: Callable[[Poison], None] | None = None,
+        views: bool = False,
     ) -> None:
         self.seq = seq
         self.name = name
@@ -89,6 +91,7 @@ class Task:
         self.waits = waits
         self.spoil = spoil
         self.sends: list[tuple[Entry, Transfer]] = []
+        self.views = views
 
 
 class Lane(Other):

@@ -17,7 +17,7 @@ import torch
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
 from ..state import NodeState
-from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, memory, release
+from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, release
 from . import cuda_lane
 from .lane import Lane, Mark, Task, Values, when_all
 
@@ -32,6 +32,7 @@ class Lanes:
         self.node = node
         self.store = node.store
         self.entries = node.store.entries
+        self.store.viewed = self.viewed
         self.closed = False
         self.cuda = node.cuda
         self._all: list[Lane] = []
@@ -141,6 +142,12 @@ class Lanes:
     def busy(self) -> list[Lane]:
         """Returns the lanes that have something to do."""
         return [lane for lane in self._all if lane.order]
+
+    def viewed(self) -> set[int]:
+        """Returns the ids of entries of which tasks have still to make views, and the keys of their memory."""
+        tasks = [task for lane in self.busy() for task in list(lane.order) if task.views]
+        entries = [entry for task in tasks for entry in task.reads.values()]
+        return {*map(id, entries), *[memory(tensor) for tensor in map(made, entries) if tensor is not None]}
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ are streams the default one is a lane too, except while none of the others is us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -42,8 +42,6 @@ class Graphs(Protocol):
     """The part of the node's graphs that lanes know of."""
 
     def sends(self, graph: int) -> bool: ...
-
-    def outputs(self, graph: int) -> Collection[int]: ...
 
     def switches(self, graph: int) -> bool: ...
 
@@ -206,6 +204,7 @@ class Scheduler(Lanes):
             template.operands(call.out, call.args),
             template.results(call.out, call.args),
             writes=template.written(call.out, call.args),
+            views=template.views,
         )
 
     def _ask(self, lane: Lane, ask: c.Ask) -> None:
@@ -225,6 +224,7 @@ class Scheduler(Lanes):
             writes=template.written(call.out, call.args),
             keeps=True,
             spoil=self._answers(ask.request),
+            views=template.views,
         )
 
     def _answers(self, request: int) -> Callable[[Poison], None]:
@@ -258,7 +258,8 @@ class Scheduler(Lanes):
             node.functions.skip(command)
             answer(poison)
 
-        self._task(lane, name_of(command), run, command.refs, TRAITS[c.Run].makes(command, None), spoil=spoil)
+        outs = TRAITS[c.Run].makes(command, None)
+        self._task(lane, name_of(command), run, command.refs, outs, spoil=spoil, views=not command.holds)
         if command.holds:
             self.store.sending.append((held, held))
 
@@ -277,16 +278,13 @@ class Scheduler(Lanes):
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """Replays a graph in the receiving thread, in the lane's turn.
 
-        Inputs that other streams make are waited for at their use. What reads an output of the last replay is waited
-        for before: it may still make a view of that, which has to show the new values.
+        Inputs that other streams make are waited for at their use.
         """
         if self._graphs.switches(command.graph):  # of the whole process
             self.wait_for(self.busy())
         sends = self._graphs.sends(command.graph)
         collective = [self._collective_lane] if self._collective_lane is not None else []
-        outputs = set(self._graphs.outputs(command.graph))
-        readers = [each for each in self.busy() if any(not outputs.isdisjoint(task.reads) for task in list(each.order))]
-        self.wait_for(dict.fromkeys([lane, *readers, *((*self._peers.values(), *collective) if sends else ())]))
+        self.wait_for([lane, *((*self._peers.values(), *collective) if sends else ())])
         self._apply(command)
 
     def _collective(self, lane: Lane, command: c.Collective) -> None:
