@@ -906,3 +906,34 @@ def test_a_rank_started_anew():
     check_works(again, b, 1, 0)
     for one in (master, again, b):
         one.close()
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "receives"])
+@pytest.mark.parametrize("what", ["0-1-send", "0-1-read", "1-0-send", "1-0-read"])
+def test_a_thread_that_the_system_lacks_fails_the_peer(what: str, sends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left both ends waiting, without an end: nobody read, or wrote."""
+    start = threading.Thread.start
+
+    def lacking(thread: threading.Thread) -> None:
+        if thread.name == f"disttensor-tcp-{what}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", lacking)
+    with ExitStack() as ends:
+        _, *pair = [ends.enter_context(closing(each)) for each in connected(3, connect=0.5, greet=0.5)]
+        me = int(what[0])
+        mine, theirs = pair[me], pair[1 - me]
+        tensors = torch.ones(1 << 16), torch.empty(1 << 16)
+        if sends:
+            transfers = theirs.irecv(tensors[1], me, 1), mine.isend(tensors[0], 1 - me, 1)
+        else:
+            transfers = theirs.isend(tensors[0], me, 1), mine.irecv(tensors[1], 1 - me, 1)
+        with pytest.raises(BrokenError):
+            transfers[1].wait(HANG)
+        with suppress(BrokenError):  # its kernel may have taken all of it
+            transfers[0].wait(HANG)
+        why = f"rank {me} has no thread for its connection with rank {1 - me}: can't start new thread"
+        assert mine.failure(1 - me) == why
+        with pytest.raises(BrokenError, match=why):
+            mine.irecv(torch.empty(4), 1 - me, 2).wait(HANG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,6 +63,33 @@ def test_what_nobody_asks_about_is_raised_when_a_stream_is_waited_for() -> None:
         out_of_range(x)
     with pytest.raises(RuntimeError, match="out of bounds"):
         dt.synchronize(1)
+
+
+def lack_a_thread() -> None:
+    """Has the next thread of a stream not start in this process, as where the system has no more of them."""
+    start = threading.Thread.start
+
+    def lacking(thread: threading.Thread) -> None:
+        if thread.name.startswith("disttensor-lane-"):
+            threading.Thread.start = start  # type: ignore[method-assign]
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = lacking  # type: ignore[method-assign]
+
+
+def test_a_thread_that_the_system_lacks_fails_its_command() -> None:
+    """All that came later on the stream, and each end of the node's work, was waited for without an end."""
+    x, s = torch.arange(4.0, device="node:1"), dt.Stream(1)
+    dt.run(lack_a_thread, node=1)
+    with dt.stream(s):
+        doubled = x * 2
+    with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+        doubled.cpu()
+    assert "aten::mul.Tensor on node 1" in said(caught.value)
+    with dt.stream(s):
+        same(x * 3, torch.arange(4.0) * 3)
+    s.synchronize()
 
 
 def test_a_failed_write_poisons_all_that_shares_the_memory() -> None:

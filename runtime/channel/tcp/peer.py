@@ -128,6 +128,7 @@ class TcpPeer:
         self._apart = False  #: it led to another host
         self._expired = ""  #: why the peer sends nothing any more, beyond what has arrived
         self._lingering = False  #: between ``close`` and ``linger``
+        self._unstarted = ""  #: why a thread of this peer's could not be started
         self._users = 0  #: threads of this peer's; the last one closes the carrier
         self.threads: list[threading.Thread] = []
 
@@ -153,6 +154,7 @@ class TcpPeer:
             if self.failure is not None:
                 return failed(*self.failure)
             self._sender.put_with_lock(out)
+        self._fail_if_unstarted()
         return out.ticket
 
     def poison(self, transfer: int, rank: int, seq: int) -> None:
@@ -183,6 +185,7 @@ class TcpPeer:
             self._posted.notify()
             if self._state is _State.NEW:
                 self._sender.want_thread_with_lock()
+        self._fail_if_unstarted()
         return entry.ticket
 
     def flush(self, deadline: float) -> None:
@@ -294,6 +297,7 @@ class TcpPeer:
                 self._break_with_lock(connection)
         if over:
             self._end(victims, BrokenError, why)
+        self._fail_if_unstarted()
 
     def _left_with_lock(self) -> float:
         """Returns the seconds that are left for connections that bring nothing."""
@@ -325,13 +329,27 @@ class TcpPeer:
 
     # ***** the connection *****
 
-    def start_with_lock(self, target: Callable[[], None], what: str) -> threading.Thread:
-        """Starts a thread that uses the socket and calls ``leave`` at its end."""
+    def start_with_lock(self, target: Callable[[], None], what: str) -> threading.Thread | None:
+        """Starts a thread that uses the socket and calls ``leave`` at its end. None: the system has none for it, and
+        the peer is to fail as soon as the lock is released (``_fail_if_unstarted``)."""
         thread = threading.Thread(target=target, name=f"disttensor-tcp-{self.me}-{self.rank}-{what}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._unstarted = f"rank {self.me} has no thread for its connection with rank {self.rank}: {error}"
+            return None
         self._users += 1
         self.threads.append(thread)
-        thread.start()
         return thread
+
+    def _fail_if_unstarted(self) -> None:
+        """Fails the peer if a thread could not be started. For who has released the lock with which that was tried."""
+        if not self._unstarted:
+            return
+        self.fail(BrokenError, self._unstarted)
+        with self.lock:
+            if self._connection is not None:
+                self._free_with_lock(self._connection)
 
     def leave(self, connection: Connection | None = None) -> None:
         """Ends a thread, and its use of a connection."""
@@ -388,6 +406,7 @@ class TcpPeer:
             self._end(victims, BrokenError, why)
         for ticket in over:
             ticket.finish()
+        self._fail_if_unstarted()
         return True
 
     def _judge_with_lock(self, theirs: Standing) -> int:
@@ -496,6 +515,7 @@ class TcpPeer:
             raise DeniedError(f"rank {self.rank} at {self.info.address} does not know what rank {self.me} has sent it")
         for ticket in over:
             ticket.finish()
+        self._fail_if_unstarted()
         return up
 
     def _call_first(self) -> None:
@@ -567,9 +587,9 @@ class TcpPeer:
         )
         if over:
             self._progress = 0.0
-        connection.users += 1
         self.threads = [thread for thread in self.threads if thread.is_alive()]
-        self.start_with_lock(self.reader.run, "read")
+        if self.start_with_lock(self.reader.run, "read") is not None:
+            connection.users += 1
         self._changed.notify_all()
         return over
 
@@ -666,6 +686,7 @@ class TcpPeer:
         with self.lock:
             if self.failure is None:
                 self._sender.put_with_lock(out)
+        self._fail_if_unstarted()
 
     def refused(self, frame: Frame) -> None:
         """Handles the peer's nack: fails the send if it is still under way."""

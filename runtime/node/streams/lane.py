@@ -116,13 +116,18 @@ class Lane(Other):
         return f"<Lane {self.name} queued={len(self.order)}>"
 
     def put(self, task: Task) -> None:
-        """Queues a task. Called by one thread only."""
+        """Queues a task. Called by one thread only. Raises RuntimeError where the system has no thread for it."""
         self.order.append(task)
         with self._starting:
-            self._queue.put(task)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self.order.pop()
+                    raise
+                self._thread = thread
+            self._queue.put(task)
 
     def end(self) -> None:
         """Has the thread end as soon as everything is done: nobody will use the lane any more."""

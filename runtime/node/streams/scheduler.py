@@ -104,7 +104,9 @@ class Scheduler(Lanes):
         """Gives up a command that could not even be queued."""
         if isinstance(command, c.On):
             command = command.command
-        self.node.give_up(command, self.tell(self.node.seq, name_of(command), error))
+        template = self.node.templates.get(command.template) if isinstance(command, c.Call) else None
+        name = name_of(command) if template is None else template.name
+        self.node.give_up(command, self.tell(self.node.seq, name, error))
 
     def _other(self, command: c.Command) -> None:
         node = self.node
