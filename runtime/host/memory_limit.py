@@ -7,6 +7,7 @@ All are told by the control group (cgroup) that the process is in, v2 or v1: its
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,8 @@ class MemoryGroup:
 def memory_group(proc: Path = Path("/proc")) -> MemoryGroup | None:
     """Returns the control group that limits the memory of this process; None where there is none in sight."""
     try:
-        memberships = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "self/mountinfo").read_text().splitlines()]
+        memberships = [line.split(":", 2) for line in _paths(proc / "self/cgroup")]
+        mounts = [line.split() for line in _paths(proc / "self/mountinfo")]
     except OSError:
         return None
     paths = {name: path for _, names, path in memberships for name in names.split(",")}
@@ -74,6 +75,11 @@ def memory_group(proc: Path = Path("/proc")) -> MemoryGroup | None:
                 if f"{path}/".startswith(f"{base}/") and not path.startswith("/.."):  # else it is not in sight
                     return MemoryGroup(Path(point + path[len(base) :].rstrip("/")), Path(point), v2)
     return None
+
+
+def _paths(file: Path) -> list[str]:
+    """Returns the lines of a file that has paths, whose bytes may be no text."""
+    return os.fsdecode(file.read_bytes()).split("\n")[:-1]
 
 
 class MemoryKills:

@@ -196,7 +196,7 @@ def _meet_all(comm: Any) -> None:
 
 def _forget_names() -> None:
     """Unlinks MPI's shared memory: MPI does so at the end only, and leaves it for ever where a process was killed."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         lines = [line for line in maps if "/dev/shm/mpich_shm_" in line or "/dev/shm/sm_segment." in line]
     for name in {line.split(maxsplit=5)[5].strip() for line in lines}:
         with contextlib.suppress(OSError):  # another process of this machine was faster

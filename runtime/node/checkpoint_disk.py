@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..host.private_files import make_private_folder
+from ..process.lifetime import process_stat
 
 #: Bytes that a file which is read at once may have.
 _WHOLE = 1 << 34
@@ -230,8 +231,7 @@ def _boot() -> str:
 def began_of(pid: int | str = "self") -> str:
     """Returns when a process of this host began, in the kernel's own words; "" for one that has ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            said = file.read().rpartition(")")[2].split()
+        said = process_stat(pid)
     except OSError:
         return ""
     return "" if said[0] in "ZX" else said[19]

@@ -64,11 +64,18 @@ def children() -> list[int]:
     me, found = str(os.getpid()), []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as stat:
-                # "pid (name) state ppid ...": the name can hold spaces and brackets
-                if stat.read().rpartition(")")[2].split()[1] == me:
+            with contextlib.suppress(OSError):
+                if process_stat(entry)[1] == me:
                     found.append(int(entry))
     return found
+
+
+def process_stat(pid: int | str) -> list[str]:
+    """Returns the fields of ``/proc/<pid>/stat`` behind the name: the state, the parent's pid, and so on. Raises OSError
+    for a process that has ended."""
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        # "pid (name) state ppid ...": the name can hold spaces, brackets, and bytes that are not text
+        return stat.read().rpartition(b")")[2].decode().split()
 
 
 def end_children(patience: float, limit: float = 5.0, but: Collection[int] = ()) -> None:

@@ -125,7 +125,7 @@ class Hosts:
         network, found = f"/proc/{self._pids[host]}/ns/net", []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                args = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                args = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if os.path.samefile(f"/proc/{name}/ns/net", network) and not args.startswith(self.daemons):
                     found.append(int(name))
         return found

@@ -100,7 +100,7 @@ def _is_ours(pid: int) -> bool:
     with suppress(OSError, ValueError):
         while pid > 1:
             # "pid (name) state ppid ...": the name can hold spaces and brackets
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
             if pid == me:
                 return True
     return False
@@ -124,7 +124,7 @@ def _descriptors() -> dict[int, str]:
 def _memory() -> frozenset[str]:
     """Name and inode of what is mapped."""
     found = set()
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         *_, inode, name = line.split(maxsplit=5) if line.count("/") else ("", "")
         if name.startswith(("/memfd:disttensor", "/dev/shm/")):
             found.add(f"{name} ({inode})")
@@ -133,7 +133,9 @@ def _memory() -> frozenset[str]:
 
 def _command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200] or "a zombie"
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200] or "a zombie"
+        )
     except OSError:
         return "gone"
 

@@ -165,7 +165,9 @@ def children(pid: int) -> list[int]:
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, ValueError, IndexError):
-            parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(name)] = int(
+                Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            )
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -189,7 +191,9 @@ def _more(now: dict[tuple[int, str], str], before: dict[tuple[int, str], str]) -
     for (pid, number), target in now.items():
         if before.get((pid, number)) != target:
             with suppress(OSError):
-                new.append(f"{Path(f'/proc/{pid}/comm').read_text().strip()} {pid}: {number} -> {target}")
+                new.append(
+                    f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} {pid}: {number} -> {target}"
+                )
     return ", ".join(new)
 
 

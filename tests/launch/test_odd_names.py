@@ -15,6 +15,8 @@ from limits import HANG
 from disttensor.errors import StartError
 from disttensor.runtime.launch.tree.control import Ended
 from disttensor.runtime.launch.tree.framed import frame
+from disttensor.runtime.node.checkpoint_disk import began_of
+from disttensor.runtime.process.lifetime import children
 
 SCRIPT = """
 import os, beside
@@ -30,6 +32,15 @@ if __name__ == "__main__":
 """
 
 
+PLAIN = """
+import disttensor as dt
+
+if __name__ == "__main__":
+    with dt.init_master_worker(nodes=1, threads=1):
+        print(dt.run(int, 1, node=0))
+"""
+
+
 def test_a_folder_that_is_no_text(tmp_path: Path) -> None:
     folder = tmp_path / "odd \udcff"
     folder.mkdir()
@@ -40,6 +51,23 @@ def test_a_folder_that_is_no_text(tmp_path: Path) -> None:
         text=True, errors="replace", timeout=HANG, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_another_process_whose_name_is_no_text(tmp_path: Path) -> None:
+    """It ended the fork server of each session on its host: who looks for children looks at all processes."""
+    (tmp_path / "odd \udcff)").symlink_to("/bin/sleep")
+    with subprocess.Popen([tmp_path / "odd \udcff)", "600"]) as other:
+        try:
+            assert other.pid in children()
+            assert began_of(other.pid)
+            (tmp_path / "job.py").write_text(PLAIN)
+            done = subprocess.run(
+                [sys.executable, "job.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": search_path()},
+                capture_output=True, text=True, timeout=HANG, check=False,
+            )  # fmt: skip
+        finally:
+            other.kill()
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 #: What programs that dtrun runs say of what they were told: by the script and its node, and by a node alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -37,14 +38,14 @@ class System:
             "both": ["5:memory:" + path, "0::/elsewhere"],
             "none": ["4:cpuset:/elsewhere"],
         }[kind]
-        mounts = ["22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"]
+        mounts = ["22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw", "23 22 8:2 / /odd\udcff rw - ext4 /dev/sdb1 rw"]
         if kind in ("v1", "both"):
             mounts.append("36 32 0:31 /else /nowhere rw shared:9 - cgroup cgroup rw,cpuset")
             mounts.append(f"35 32 0:32 {mount_root} {self.mount} rw,relatime shared:9 - cgroup cgroup rw,cpu,memory")
         if kind in ("v2", "both"):
             mounts.append(f"41 32 0:38 {mount_root} {self.mount if self.v2 else unified} rw - cgroup2 cgroup2 rw")
         (self.proc / "self" / "cgroup").write_text("\n".join(lines) + "\n")
-        (self.proc / "self" / "mountinfo").write_text("\n".join(mounts) + "\n")
+        (self.proc / "self" / "mountinfo").write_bytes(os.fsencode("\n".join(mounts) + "\n"))
         (self.proc / "meminfo").write_text(f"MemFree: 17 kB\nMemTotal:       {16 * GB // 1024} kB\n")
 
     def kills(self, count: int) -> None:

@@ -27,6 +27,7 @@ import msgspec
 
 from ...host.addresses import split
 from ...host.private_files import make_private_folder
+from ...process.lifetime import process_stat
 from ...protocol.errors import UNDECODABLE, StartError
 from ...protocol.keys import curve_pair, curve_pair_of
 from ..output.lines import plain
@@ -132,7 +133,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
 def _has_ended(pid: int) -> bool:
     """Returns whether there is no such process, or only a zombie, which stays where nobody waits for it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return process_stat(pid)[0] in "ZX"
     except OSError:
         return True
 

@@ -31,7 +31,7 @@ from functools import partial
 from ...host import descriptors
 from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
-from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children
+from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children, process_stat
 from ...process.page import Page
 from ...protocol.bundle import Bundle, understood, write_bundle
 from ...protocol.errors import ProtocolError
@@ -109,8 +109,8 @@ class Node:
 
     def state(self) -> str:
         """Returns the state of its process, as in /proc."""
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
+        with contextlib.suppress(OSError):
+            return process_stat(self.pid)[0]
         return "?"
 
     def seen(self) -> Seen:
