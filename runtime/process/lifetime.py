@@ -71,8 +71,10 @@ def children() -> list[int]:
 
 
 def process_stat(pid: int | str) -> list[str]:
-    """Returns the fields of ``/proc/<pid>/stat`` behind the name: the state, the parent's pid, and so on. Raises OSError
-    for a process that has ended."""
+    """Returns the fields of ``/proc/<pid>/stat`` behind the name: the state, the parent's pid, and so on.
+
+    Raises OSError for a process that has ended.
+    """
     with open(f"/proc/{pid}/stat", "rb") as stat:
         # "pid (name) state ppid ...": the name can hold spaces, brackets, and bytes that are not text
         return stat.read().rpartition(b")")[2].decode().split()
