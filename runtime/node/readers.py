@@ -11,15 +11,15 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from ..protocol.batches import describe
-from . import geometry
+from . import geometry, warned
 from .samples import Plan, loader
 from .tokens import behind, token_of
 
@@ -32,12 +32,15 @@ class Reader:
         self, dataset: Any, options: dict[str, Any], plan: Plan, rank: int, skip: int, depth: int, device: str
     ) -> None:
         more = {**options, "num_workers": max(1, options.get("num_workers") or 1)}
+        more["worker_init_fn"] = _Started(options.get("worker_init_fn"))
+        more["collate_fn"] = _Collated(options.get("collate_fn") or default_collate)
         more["multiprocessing_context"] = multiprocessing.get_context("fork")  # the dataset came by value
         batches, self._workers = _begun(loader(dataset, plan, rank, more))
         self._skip, self._depth, self._device = skip, depth, device
         self._changed = threading.Condition()
         self._found: deque[tuple[Any, list[torch.Tensor]]] = deque()  #: what was read, and the script does not know
         self._held: deque[list[torch.Tensor]] = deque()  #: tensors of batches that it knows, and has not
+        self._warned: deque[warned.Said] = deque(maxlen=_MOST_WARNINGS)  #: by the workers, and not told yet
         self._over = False
         self.error: BaseException | None = None
         threading.Thread(target=self._read, args=([batches],), name="disttensor-reader", daemon=True).start()
@@ -48,12 +51,13 @@ class Reader:
             with self._changed:
                 self._changed.wait_for(lambda: self._over or len(self._found) + len(self._held) < self._depth)
             tensors: list[torch.Tensor] = []
+            said: list[warned.Said] = []
             try:
                 while self._skip and next(batches[0], None) is not None:
                     self._skip -= 1
                 told = next(batches[0], None) if not self._over else None
                 if told is not None:
-                    (rows,), (real,), batch = told
+                    (rows,), (real,), (batch, said) = told
                     described, found = describe(batch)
                     tensors = [_as_ever(tensor.to(self._device)) for tensor in found]
                     told = rows, real, described
@@ -64,6 +68,7 @@ class Reader:
                 self.error.__context__ = self.error.__cause__ = None
                 told = False
             with self._changed:
+                self._warned.extend(said)
                 self._found.append((told, tensors))
                 self._changed.notify_all()
             del tensors
@@ -75,6 +80,8 @@ class Reader:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._found)
+            warned.tell_kept(self._warned)
+            self._warned.clear()
             told = [told for told, _ in self._found]
             self._held += [tensors for told, tensors in self._found if told]
             self._found.clear()
@@ -98,6 +105,32 @@ class Reader:
             worker.terminate()
         for worker in self._workers:
             worker.join()
+
+
+#: The most warnings of workers that wait for the script's next question, of which the oldest are dropped.
+_MOST_WARNINGS = 1_000
+
+
+class _Started:
+    """A ``worker_init_fn`` that has a worker keep its warnings, and calls the user's, if there is one."""
+
+    def __init__(self, begin: Callable[[int], object] | None) -> None:
+        self._begin = begin
+
+    def __call__(self, worker: int) -> None:
+        warned.keep_warnings()
+        if self._begin is not None:
+            self._begin(worker)
+
+
+class _Collated:
+    """A collate function that gives what the worker has warned of along with each batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, list[warned.Said]]:
+        return self._collate(samples), warned.take_kept()
 
 
 #: Seconds in which a process that has died is seen to have.

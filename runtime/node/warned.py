@@ -14,11 +14,12 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from ..process import role
 from ..process.heard import Listener, heard, listening
@@ -27,6 +28,8 @@ from ..protocol.failure_ids import MAX_NAME, MAX_TEXT
 from .call_forms import Run
 
 Emit = Callable[[c.Reply], None]
+#: The name of a category, a text and the module that warns.
+Said: TypeAlias = tuple[str, str, str]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,19 +100,52 @@ def tell_warnings() -> None:
         tell = _current.tell
         if tell is None or file is not None or os.getpid() != process:  # a thread or a child of a function's
             place = (str(message), filename, lineno)
+            if file is None and _kept is not None and len(_kept) < _MOST:
+                _kept[_said(message, category, filename, lineno)] = None
+                return
             if file is None and (place in outside or issubclass(category, _IGNORED)):
                 return
             if len(outside) < _MOST:
                 outside.add(place)
             shown(message, category, filename, lineno, file, line)
         else:
-            kind, module = f"{category.__module__}.{category.__qualname__}", _module_at(filename, lineno)
-            if module.startswith(_OURS):  # a kernel's, or of a function about its caller, which is the script
-                tell(kind, f"{message} (on a node)", "")
-            else:
-                tell(kind, f"{message} ({filename}:{lineno}, on a node)", module)
+            tell(*_said(message, category, filename, lineno))
 
     warnings.showwarning = show
+
+
+#: What this process, which reads samples for a node, has warned of and not given away: in order, each once. None in
+#: another process.
+_kept: dict[Said, None] | None = None
+
+
+def keep_warnings() -> None:
+    """Has this process, which a node has forked to read samples, keep Python's warnings for its node. What nobody asks
+    for by its end is printed then."""
+    global _kept
+    if role.is_node():
+        _kept = {}
+        Finalize(None, _print_kept, exitpriority=0)
+
+
+def take_kept() -> list[Said]:
+    """Gives away what this process has kept since."""
+    found = list(_kept or ())
+    if _kept is not None:
+        _kept.clear()
+    return found
+
+
+def tell_kept(kept: Iterable[Said]) -> None:
+    """Tells what other processes have kept, as warnings of the command that this thread runs."""
+    if _current.tell is not None:
+        for said in kept:
+            _current.tell(*said)
+
+
+def _print_kept() -> None:
+    for kind, text, _ in take_kept():
+        print(f"{kind}: {text}", file=sys.stderr)
 
 
 #: The package that calls kernels and functions.
@@ -118,9 +154,17 @@ _OURS = f"{__name__.partition('.')[0]}."
 _MOST = 10_000
 
 
+def _said(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> Said:
+    """Returns what is told of a warning of Python's. For ``showwarning``, which calls this."""
+    kind, module = f"{category.__module__}.{category.__qualname__}", _module_at(filename, lineno)
+    if module.startswith(_OURS):  # a kernel's, or of a function about its caller, which is the script
+        return kind, f"{message} (on a node)", ""
+    return kind, f"{message} ({filename}:{lineno}, on a node)", module
+
+
 def _module_at(filename: str, lineno: int) -> str:
     """Returns the name of the module whose line warns, as the filters of Python's warnings take it."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         if frame.f_lineno == lineno and frame.f_code.co_filename == filename:
             return str(frame.f_globals.get("__name__", "<string>"))

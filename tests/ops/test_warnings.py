@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import disttensor as dt
 
@@ -315,6 +316,56 @@ def test_a_functions_warning_is_one_of_the_line_that_issued_it(
     assert str(each.message).startswith(f"{__name__}.{unknown}" if unknown else text)
     assert str(each.message).endswith(", on a node)")
     assert quiet(text)
+
+
+class Samples(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        return warns(RuntimeWarning, f"sample {i % 2}")
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for i in range(4):
+            yield warns(RuntimeWarning, f"sample {i % 2}")
+
+
+def collated(samples: list[int]) -> torch.Tensor:
+    return torch.tensor([warns(RuntimeWarning, f"sample {i}") for i in range(2)])
+
+
+def begun(worker: int) -> None:
+    for i in range(2):
+        warns(RuntimeWarning, f"sample {i}")
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (Samples(), {}),
+        (Stream(), {}),
+        (TensorDataset(torch.arange(4)), {"collate_fn": collated}),
+        (TensorDataset(torch.arange(4)), {"worker_init_fn": begun, "num_workers": 1}),
+    ],
+    ids=["samples", "stream", "collated", "begun"],
+)
+def test_what_nodes_warn_of_as_they_read_is_of_the_line_of_the_loop(
+    quiet: Quiet, heard: list[warnings.WarningMessage], data: Any, options: dict[str, Any]
+) -> None:
+    """As in a loop over a loader without workers, though processes of the nodes read."""
+    mesh = dt.mesh(dp=2)
+    batches = dt.data.distribute(data, mesh, at="node", batch_size=2, **options)
+    heard.clear()
+    assert sum(1 for _ in batches) == 2
+    line = sys._getframe().f_lineno - 1
+    dt.synchronize()
+    mesh.close()
+    assert {(each.category, each.filename, each.lineno) for each in heard} == {(RuntimeWarning, __file__, line)}
+    assert {str(each.message).partition(" (")[0] for each in heard} == {"sample 0", "sample 1"}
+    assert all(str(each.message).endswith(", on a node)") for each in heard)
+    assert quiet("sample")
 
 
 @pytest.mark.usefixtures("quiet")
