@@ -84,7 +84,7 @@ class Job:
 
     def __init__(self, folder: Path, value: float, launcher: str) -> None:
         ours, theirs = os.pipe(), os.pipe()
-        self.stdin, self.stdout = os.fdopen(ours[1], "w"), os.fdopen(theirs[0])
+        self.stdin, self.stdout = os.fdopen(ours[1], "w"), os.fdopen(theirs[0], "rb", 0)
         arguments = [str(folder), str(value), launcher]
         if launcher != "inproc":
             command = [sys.executable, __file__, "--job", *arguments]
@@ -176,7 +176,7 @@ def killed(folder: Path, value: float, call: str, which: int, launcher: str) -> 
     ends = {pid: os.pidfd_open(pid) for pid in (script.pid, *nodes)}
     tracing = ["strace", "-f", "-o", str(folder / "trace"), "-e", f"trace={call}"]
     tracing += ["-e", f"inject={call}:signal=KILL:when={which}", *(f"-p{pid}" for pid in ends)]
-    with subprocess.Popen(tracing, stderr=subprocess.PIPE, text=True) as tracer:
+    with subprocess.Popen(tracing, stderr=subprocess.PIPE, bufsize=0) as tracer:
         for _ in ends:
             while "attached" not in (said := line_of(tracer.stderr)):
                 assert said, "strace can't attach"
@@ -199,11 +199,11 @@ def killed(folder: Path, value: float, call: str, which: int, launcher: str) -> 
     return has, "" if dead is None else "the script" if code == -9 else "a node" if nodes else "nobody"
 
 
-def line_of(stream: IO[str] | None) -> str:
-    """The next line, without a wait for ever; "" at the end."""
+def line_of(stream: IO[bytes] | None) -> str:
+    """The next line, without a wait for ever; "" at the end. ``stream`` has no buffer, whose lines nobody sees come."""
     assert stream is not None
     assert select.select([stream], [], [], HANG)[0], "it hangs"
-    return stream.readline()
+    return stream.readline().decode()
 
 
 def read(folder: Path) -> float:
