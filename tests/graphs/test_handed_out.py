@@ -20,6 +20,7 @@ import torch
 import disttensor as dt
 from disttensor.collectives import all_reduce_, functional, permute_ranks, send, sendreceive
 from disttensor.meshes import Mesh, from_shards
+from disttensor.runtime.node.graphs import graphs
 
 pytestmark = pytest.mark.usefixtures("nodes", "settled")
 
@@ -170,6 +171,49 @@ def test_a_view_that_a_stream_has_still_to_make_has_the_values_of_the_last_repla
             view * 0.5
         g.replay()
         assert torch.equal(view.cpu(), expected.view(4, 6)), k
+
+
+@pytest.mark.parametrize("way", ["computed", "received", "on a mesh", "all_reduce"])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_view_of_a_view_that_is_handed_out(keep: str, way: str) -> None:
+    """The memory of the one that the graph has made gets the new values, however it lies in it."""
+    make, here = WAYS[way]
+    s, g = Sources.new(), dt.Graph()
+    with dt.graph(g):
+        out = KEEPS[keep](make(s))
+        out.clone()  # which makes it there
+    g.replay()
+    seen = out[None]
+    for k in range(3):
+        s.write()
+        g.replay()
+        same(seen, [KEEPS[keep](v)[None] for v in here(s.here)], k)
+
+
+def test_a_copy_that_fails_leaves_no_values_of_another_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a node has no memory for it."""
+    x, g = torch.arange(4.0, device="node:1"), dt.Graph()
+    with dt.graph(g):
+        y = x * 3
+    g.replay()
+    seen = y[1:]
+    x.add_(1)
+    g.replay()
+    assert seen.tolist() == [6, 9, 12]
+    with monkeypatch.context() as patched:
+
+        def lacking(*tensors: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no memory is left")
+
+        patched.setattr(graphs, "_fill", lacking)
+        x.add_(1)
+        g.replay()
+        for lost in (seen, y, y * 2):
+            with pytest.raises(RuntimeError, match="no memory is left"):
+                lost.cpu()
+    g.replay()
+    assert seen.tolist() == [9, 12, 15]
+    assert y.tolist() == [6, 9, 12, 15]
 
 
 def stand(on: str) -> None:

@@ -267,8 +267,13 @@ class Graphs:
                 torch_switches.put(torch_switches.changed(torch_switches.present(), switches).items())
         for ref in graph.inputs:
             entries.pop(ref, None)  # nothing is under 0
-        self._give(graph, command.outputs)
-        self._end(graph, kept)
+        try:
+            self._give(graph, command.outputs)
+            self._end(graph, kept)
+        except Exception:  # no memory for a copy, say: what others see would show the values of another replay
+            entries.update(dict.fromkeys(kept, Poison(node.rank, node.number)))
+            self._end(graph, kept)
+            raise
 
     def _give(self, graph: Graph, refs: tuple[int, ...]) -> None:
         """Gives results the refs that this replay names: copies where the next replay would write over them."""
@@ -327,7 +332,7 @@ class Graphs:
             new = self._awaited(ref)
             if isinstance(new, torch.Tensor):
                 if memory(new) != memory(old):
-                    old.copy_(new)
+                    _fill(old, new)
                 store.entries[ref] = old
             elif isinstance(new, Poison):
                 self._spoil(graph, old, new)
@@ -425,3 +430,11 @@ class Graphs:
         for argument, number in segment.holes[i]:
             args[argument] = numbers[number]
         return replace(call, args=tuple(args))
+
+
+def _fill(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Writes the values of ``new``, which is of the same geometry. Torch refuses to where a dimension was expanded."""
+    for dim, (size, stride) in enumerate(zip(old.shape, old.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            old, new = old.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+    old.copy_(new)
