@@ -23,7 +23,11 @@ from disttensor import testing
 PROGRAMS = 20
 
 # its session has many nodes, which a mutant's few seconds may not be enough for; `make fuzz` has no limit
-pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
+# torch warns of writes into expanded tensors, which programs have, too
+pytestmark = [
+    pytest.mark.timeout(0 if EXAMPLES else 300),
+    pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
+]
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("inproc", marks=pytest.mark.slow)])
