@@ -831,18 +831,16 @@ def test_a_listener_without_descriptors_says_so(monkeypatch, caplog):
     def none_left(_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    a, b = channel(0, connect=0.3, greet=0.3), channel(1)
-    for one, rank, other in ((a, 1, b), (b, 0, a)):
-        one.connect({rank: PeerInfo(rank, other.address(), KEY)})
-    with monkeypatch.context() as patched:
-        patched.setattr(socket.socket, "accept", none_left)
-        with pytest.raises(BrokenError, match="whether its process has said that it has no file descriptors left"):
-            a.isend(torch.ones(1), 1, 0).wait(20)
+    with closing(channel(0, connect=0.3, greet=0.3)) as a, closing(channel(1)) as b:
+        for one, rank, other in ((a, 1, b), (b, 0, a)):
+            one.connect({rank: PeerInfo(rank, other.address(), KEY)})
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "accept", none_left)
+            with pytest.raises(BrokenError, match="whether its process has said that it has no file descriptors left"):
+                a.isend(torch.ones(1), 1, 0).wait(20)
     [record] = [r for r in caplog.records if "can't take a connection" in r.message]
     assert "disttensor-tcp-1-listen can't take a connection, and its peer waits in vain: no file desc" in record.message
     assert f"process {os.getpid()} may have" in record.message
-    for one in (a, b):
-        one.close()
 
 
 @pytest.mark.fault(44)
