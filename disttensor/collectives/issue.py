@@ -406,10 +406,15 @@ def same_shape(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 
 
 def written(*tensors: torch.Tensor) -> None:
-    """Raises RuntimeError for a tensor that cannot be written in place: a lazy conjugate or negative."""
+    """Raises RuntimeError for a tensor that cannot be written in place: a lazy conjugate or negative, or expanded."""
     for tensor in tensors:
         if tensor.is_conj() or tensor.is_neg():
             raise RuntimeError("a lazy conjugate or negative cannot be written by a collective; call resolve_conj()")
+        if tensor.numel() and any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be written by a "
+                "collective: several of its elements are in one place of memory; call clone()"
+            )
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:

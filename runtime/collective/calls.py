@@ -267,11 +267,11 @@ def _plain(exchange: Exchange, tensor: torch.Tensor) -> torch.Tensor:
 def _flat(exchange: Exchange, targets: Sequence[torch.Tensor], reads: bool = False) -> Iterator[list[torch.Tensor]]:
     """Yields the memory of ``targets`` to write to, flat, or temporary memory that is copied at the exchange's end.
 
-    ``reads``: the temporary memory has the targets' contents.
+    ``reads``: they are read only, and the temporary memory has their contents.
     """
     outs = [flattened(t.detach()) if is_plain(t) else _plain(exchange, t) if reads else scratch(t) for t in targets]
     yield outs
     exchange.end()
     for target, out in zip(targets, outs, strict=True):
-        if not is_plain(target):
+        if not reads and not is_plain(target):
             store(target, out)

@@ -203,6 +203,74 @@ def test_views_strides_and_bits():
         dt.all_reduce([z.conj() for z in zs])
 
 
+def expanded(k):
+    return (torch.arange(2.0) + k).to(f"node:{k}").expand(3, 2)
+
+
+def whole(k):
+    return torch.zeros(3, 2, device=f"node:{k}")
+
+
+def wholes(k):
+    return [whole(k) for _ in range(N)]
+
+
+C = dt.collectives
+EACH = range(N)
+#: collectives that read expanded tensors: what they write, how, and whose values come there
+READERS = {
+    "broadcast": ([0, 2, 3], lambda xs, to: dt.broadcast([to[0], xs[1], *to[1:]], 1), [1, 1, 1]),
+    "all_gather": ([2] * N, lambda xs, to: dt.all_gather([to if k == 2 else wholes(k) for k in EACH], xs), EACH),
+    "gather": ([2] * N, lambda xs, to: C.gather(xs, to, 2), EACH),
+    "scatter": (EACH, lambda xs, to: C.scatter(to, [xs[1]] * N, 1), [1] * N),
+    "send": ([0], lambda xs, to: C.send(xs[3], to[0]), [3]),
+    "all_reduce": (EACH, lambda xs, to: dt.all_reduce(xs, "max", out=to), [3] * N),
+    "reduce_scatter": (EACH, lambda xs, to: dt.reduce_scatter(to, [[x] * N for x in xs], "max"), [3] * N),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_what_is_read_may_be_expanded(what):
+    """It is not written: a broadcast wrote its source, with the values that it had."""
+    places, run, expected = READERS[what]
+    targets = list(map(whole, places))
+    run(list(map(expanded, EACH)), targets)
+    for x, k in zip(targets, expected, strict=True):
+        assert torch.equal(x.cpu(), (torch.arange(2.0) + k).expand(3, 2))
+
+
+#: collectives that write what ``x`` makes for a node
+WRITERS = {
+    "all_reduce": lambda x: dt.all_reduce([whole(0), x(1)]),
+    "all_reduce out": lambda x: dt.all_reduce([whole(0), whole(1)], out=[x(0), whole(1)]),
+    "reduce": lambda x: C.reduce([whole(0), x(1)], 1),
+    "broadcast": lambda x: dt.broadcast([whole(0), x(1)], 0),
+    "all_gather": lambda x: dt.all_gather([[whole(0), x(0)], [whole(1), whole(1)]], [whole(0), whole(1)]),
+    "gather": lambda x: C.gather([whole(0), whole(1)], [whole(1), x(1)], 1),
+    "scatter": lambda x: C.scatter([whole(0), x(1)], [whole(0), whole(0)], 0),
+    "reduce_scatter": lambda x: dt.reduce_scatter([whole(0), x(1)], [[whole(0), whole(0)], [whole(1), whole(1)]]),
+    "all_to_all": lambda x: C.all_to_all([[x(0), whole(0)], [whole(1)] * 2], [[whole(0)] * 2, [whole(1)] * 2]),
+    "sendreceive": lambda x: C.sendreceive([whole(0), x(1)]),
+    "send": lambda x: C.send(whole(0), x(1)),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_is_written_may_not_be_expanded(what):
+    """Some would be written at the line, and the others fail later on their nodes, as local torch refuses it there."""
+    made = []
+
+    def x(k):
+        made.append(expanded(k))
+        return made[-1]
+
+    shown = r"shape \(3, 2\) and strides \(0, 1\) cannot be written by a collective"
+    with pytest.raises(RuntimeError, match=shown):
+        WRITERS[what](x)
+    k = int(made[0].device.index)
+    assert torch.equal(made[0].cpu(), (torch.arange(2.0) + k).expand(3, 2))
+
+
 def test_what_was_made_before_sees_it_and_autograd_knows():
     _, xs = on_nodes(lambda k: torch.ones(2))
     views = [x[:1] for x in xs]
