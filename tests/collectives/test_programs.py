@@ -237,6 +237,7 @@ def test_what_is_read_may_be_expanded(what):
     run(list(map(expanded, EACH)), targets)
     for x, k in zip(targets, expected, strict=True):
         assert torch.equal(x.cpu(), (torch.arange(2.0) + k).expand(3, 2))
+    dt.synchronize()  # no node has failed
 
 
 #: collectives that write what ``x`` makes for a node
