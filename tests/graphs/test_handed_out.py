@@ -20,7 +20,6 @@ import torch
 import disttensor as dt
 from disttensor.collectives import all_reduce_, functional, permute_ranks, send, sendreceive
 from disttensor.meshes import Mesh, from_shards
-from disttensor.runtime.node.graphs import graphs
 
 pytestmark = pytest.mark.usefixtures("nodes", "settled")
 
@@ -205,7 +204,7 @@ def test_a_copy_that_fails_leaves_no_values_of_another_replay(monkeypatch: pytes
         def lacking(*tensors: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no memory is left")
 
-        patched.setattr(graphs, "_fill", lacking)
+        patched.setattr(torch.Tensor, "copy_", lacking)
         x.add_(1)
         g.replay()
         for lost in (seen, y, y * 2):
