@@ -77,7 +77,7 @@ def process_stat(pid: int | str) -> list[str]:
     """
     with open(f"/proc/{pid}/stat", "rb") as stat:
         # "pid (name) state ppid ...": the name can hold spaces, brackets, and bytes that are not text
-        return stat.read().rpartition(b")")[2].decode().split()
+        return stat.read().rpartition(b")")[2].decode(errors="replace").split()
 
 
 def end_children(patience: float, limit: float = 5.0, but: Collection[int] = ()) -> None:

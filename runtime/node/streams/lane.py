@@ -119,15 +119,19 @@ class Lane(Other):
         """Queues a task. Called by one thread only. Raises RuntimeError where the system has no thread for it."""
         self.order.append(task)
         with self._starting:
+            self._queue.put(
+                task
+            )  # before the start, which returns when the thread runs: an idle lane is as quick as can be
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=f"disttensor-lane-{self.name}", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
                     self.order.pop()
+                    while not self._queue.empty():  # of ``end``, too, which only wakes the thread
+                        self._queue.get_nowait()
                     raise
                 self._thread = thread
-            self._queue.put(task)
 
     def end(self) -> None:
         """Has the thread end as soon as everything is done: nobody will use the lane any more."""
