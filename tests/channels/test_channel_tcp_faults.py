@@ -932,5 +932,5 @@ def test_a_thread_that_the_system_lacks_fails_the_peer(what: str, sends: bool, m
                 transfer.wait(HANG)
         why = f"rank {me} has no thread for its connection with rank {1 - me}: can't start new thread"
         with pytest.raises(BrokenError, match=why):
-            mine.irecv(torch.empty(4), 1 - me, 2).wait(HANG)
+            mine.isend(torch.ones(1 << 22), 1 - me, 2).wait(HANG)  # whoever has called: it takes a thread
         assert mine.failure(1 - me) == why
