@@ -29,8 +29,9 @@ class Callbacks:
         callbacks run in the caller's thread then."""
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="disttensor-callbacks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="disttensor-callbacks", daemon=True)
+                thread.start()  # raises where the system has none for it: the next one tries again
+                self._thread = thread
 
     def put(self, fn: Callable[[], object]) -> None:
         """Has ``fn`` called. Does not block, whichever thread calls it."""

@@ -222,8 +222,9 @@ class Listener:
         with self._lock:
             self._due.append((session, node, ticket))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="disttensor-listen", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="disttensor-listen", daemon=True)
+                thread.start()  # raises where the system has none for it: the next one tries again
+                self._thread = thread
 
     def _run(self) -> None:
         while True:

@@ -220,3 +220,34 @@ def test_a_forked_child_learns_that_it_has_none_of_them(script: Script) -> None:
     done = script(LATE.format(file="") + FORKED, PYTHONWARNINGS="ignore")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "child: True False False\n7\n! 8 9 4 [9]\n4 32\n"
+
+
+#: A script whose first callback finds no thread, as where the system has no more of them.
+THREADLESS = """
+import threading
+import disttensor as dt
+
+start = threading.Thread.start
+
+def lacking(thread):
+    if thread.name == "disttensor-callbacks":
+        threading.Thread.start = start
+        raise RuntimeError("can't start new thread")
+    start(thread)
+
+with dt.init_master_worker(nodes=1, threads=1):
+    called = threading.Event()
+    threading.Thread.start = lacking
+    try:
+        dt.submit(pow, 2, 3, node=0).add_done_callback(print)
+    except RuntimeError as error:
+        print(error)
+    dt.submit(pow, 2, 3, node=0).add_done_callback(lambda future: called.set())
+    print(called.wait(60))
+"""
+
+
+def test_a_thread_that_the_system_lacks_is_tried_again(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Callbacks were called by nobody from then on, and the session's end raised."""
+    done = script(THREADLESS)
+    assert (done.returncode, done.stdout) == (0, "can't start new thread\nTrue\n"), done.stderr

@@ -83,8 +83,9 @@ class Builder:
             with self._lock:
                 self._waiting.append(weakref.ref(build))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="disttensor-build", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="disttensor-build", daemon=True)
+                    thread.start()  # raises where the system has none for it: the next one tries again
+                    self._thread = thread
         return build
 
     def close(self) -> None:
