@@ -27,6 +27,7 @@ from test_channel_tcp import KEY, PROTECTIONS, channel, connected, named, nothin
 from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.carrier import Carrier
+from disttensor.runtime.channel.tcp import dial
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import CARRIED, DATA, NACK, POISON, SIZE, WORD, Frame, Opener, Sealer
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, VERDICT, WELCOME, Hello, Secrets, answer, call
@@ -867,6 +868,32 @@ def test_a_listener_without_descriptors_hangs_up(monkeypatch):
         again.connect({1: PeerInfo(1, address, bytes(32))})
         check_works(again, b, 1, 0)
     b.close()
+
+
+def test_a_listener_that_hangs_up_may_be_about_to_listen_again(monkeypatch):
+    """Who was hung up on, and is refused next, calls once more."""
+    connect, calls = socket.socket.connect, []
+
+    def refused_second(sock, where):
+        calls.append(where)
+        if len(calls) == 2:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        connect(sock, where)
+
+    def hang_up_first(*args):
+        if len(calls) == 1:
+            raise EOFError("it hung up")
+        return greet(*args)
+
+    greet = dial.call
+    monkeypatch.setattr(dial, "call", hang_up_first)
+    monkeypatch.setattr(socket.socket, "connect", refused_second)
+    master, a, b = connected(3)
+    with closing(master), closing(a), closing(b):
+        a.isend(torch.ones(5), 1, 1).wait(20)
+        b.recv(target := torch.zeros(5), 0, 1)
+        assert target.tolist() == [1.0] * 5
+    assert len(calls) == 3
 
 
 def test_who_has_no_descriptors_to_call_says_so_at_once(monkeypatch):

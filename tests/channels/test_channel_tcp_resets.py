@@ -417,6 +417,41 @@ def test_a_first_connection_that_has_broken_before_it_is_noticed(call, again, mo
                 receives[1].wait(20)
 
 
+def test_a_first_connection_that_breaks_before_the_own_call_begins(monkeypatch):
+    """An end that is about to make its first call has had the other's connection meanwhile, and lost it."""
+    first, broken = peer.TcpPeer._call_first, threading.Event()
+    call, crossed = peer.TcpPeer._call, list[bool]()
+
+    def late(self):
+        if self.me == 0 and not broken.is_set():
+            b.isend(numbered(1), 0, 1)
+            with self.lock:
+                assert self._changed.wait_for(lambda: self._connection is not None, 20)
+                connection = self._connection
+            self.lose(connection, EOFError("it ended"))
+            broken.set()
+        return first(self)
+
+    def once_crossed(self, *limits):
+        if self.me != 0 or crossed:
+            return call(self, *limits)
+        crossed.append(True)
+        self._reached()
+        return False
+
+    monkeypatch.setattr(peer.TcpPeer, "_call_first", late)
+    monkeypatch.setattr(peer.TcpPeer, "_call", once_crossed)
+    master, a, b = connected(3)
+    with closing(master), closing(a), closing(b):
+        targets = torch.zeros(2, 5)
+        receives = [a.irecv(target, 1, k) for k, target in enumerate(targets, 1)]
+        assert broken.wait(20)
+        b.isend(numbered(2), 0, 2)
+        for receive in receives:
+            receive.wait(20)
+        assert torch.equal(targets, torch.stack([numbered(1), numbered(2)]))
+
+
 def end_connections() -> int:
     """Ends all data connections of this process, as something between hosts may; returns their number."""
     from disttensor.runtime.channel.tcp.channel import _channels

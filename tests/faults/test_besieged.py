@@ -22,7 +22,7 @@ import disttensor as dt
 MOST = 0.1
 #: A crowd may come so many times until one was as cheap. What else runs on the machine takes the caches, and half of a
 #: core that has two threads: it makes the same work cost more, and never less.
-TIMES = 5
+TIMES = 15
 
 
 def used(pid: int) -> float:

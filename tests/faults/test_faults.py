@@ -203,6 +203,7 @@ def test_the_thread_that_flushes_outlives_an_error(caplog: pytest.LogCaptureFixt
             x = torch.ones(3, device="node:0")  # wakes it
             assert failed.wait(20)
         with testing.at("send", note, after=True):
+            y = x + 1
             while not sent.wait(0.05):
                 y = x + 1
         assert y.sum().item() == 6

@@ -363,7 +363,8 @@ def test_a_graph_says_what_runs_it(caplog: pytest.LogCaptureFixture, engine: str
         while not re.search(why, g.engines()[0][0][1]):
             g.replay()
         assert y.diag().tolist() == [0.5, 0.5, 0.5]
-    assert len(caplog.records) == (engine in ("inductor", "cudagraph"))
+    told = [record for record in caplog.records if why in record.getMessage()]  # others are of how slow the machine is
+    assert len(told) == (engine in ("inductor", "cudagraph"))
 
 
 def test_no_folder_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builders: Builder) -> None:

@@ -14,7 +14,7 @@ import torch
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import ROOT, signal_to
 from launch_kit import local_losses, losses
-from limits import HANG
+from limits import CONTRACT_HANG, HANG
 from sklearn.datasets import load_digits
 from slurm_kit import Slurm, cluster, why_not
 from strangers import Job, besiege, written
@@ -97,7 +97,7 @@ OF_A_STEP = [name for name in UNDER_DTRUN if name != "master_killed"]
 
 
 def contract(slurm: Slurm, way: list[str], checks: list[str]) -> dict[str, str]:
-    done = slurm.run(*way, CONTRACT, *checks, timeout=HANG)
+    done = slurm.run(*way, CONTRACT, *checks, timeout=CONTRACT_HANG)
     assert done.returncode == 0, done.stderr
     return results(done.stdout)
 

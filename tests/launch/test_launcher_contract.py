@@ -23,7 +23,7 @@ import msgspec
 import pytest
 from checkout import search_path
 from contract_kit import CONTRACT, LAUNCHERS, PRELOAD, UNDER_DTRUN, local, results
-from limits import HANG
+from limits import CONTRACT_HANG
 
 from disttensor.runtime.contracts.launcher import CHECKS, ConformanceError, check_launcher, run_check
 from disttensor.runtime.host.output_options import Output
@@ -57,7 +57,7 @@ def under_dtrun(request: pytest.FixtureRequest) -> dict[str, str]:
     options = ["-n", "3"] if request.param == "local" else ["--launcher", "nearby", "--hosts", "a:2,b"]
     command = [sys.executable, "-m", "dtrun", *options, CONTRACT, *DTRUN]
     environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CONTRACT_HANG, env=environment)
     assert done.returncode == 0, done.stderr
     return results(done.stdout)
 

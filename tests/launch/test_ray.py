@@ -18,7 +18,7 @@ import pytest
 from checkout import ROOT
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from launch_kit import DIGITS, local_losses, losses
-from limits import HANG
+from limits import CONTRACT_HANG, HANG
 from ray_kit import CPUS, ENVIRONMENT, cluster
 from strangers import Job, besiege, check_told, written
 from variants import variants
@@ -54,10 +54,10 @@ class Runs:
             start_new_session=True,
         )
 
-    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = HANG, **environment: str) -> subprocess.CompletedProcess[str]:
         with self.start(*command, **environment) as process:
             try:
-                out, err = process.communicate(timeout=HANG)
+                out, err = process.communicate(timeout=timeout)
             except BaseException:
                 process.kill()
                 raise
@@ -101,7 +101,7 @@ def runs(tmp_path: Path, address: str) -> Iterator[Runs]:
 @pytest.fixture(scope="module")
 def contract(address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     runs = Runs(tmp_path_factory.mktemp("contract"), address)
-    done = runs.run("-m", "dtrun", "--launcher", "ray", "-n", "3", CONTRACT, *UNDER_DTRUN)
+    done = runs.run("-m", "dtrun", "--launcher", "ray", "-n", "3", CONTRACT, *UNDER_DTRUN, timeout=CONTRACT_HANG)
     assert done.returncode == 0, done.stderr
     runs.settle()
     return results(done.stdout)

@@ -15,7 +15,7 @@ import pytest
 from contract_kit import CONTRACT, UNDER_DTRUN, results
 from host_kit import Hosts, hosts_by_ssh, signal_to
 from launch_kit import CUT_OFF, DIGITS, ROOT, local_losses, losses
-from limits import HANG
+from limits import CONTRACT_HANG, HANG
 from strangers import Job, besiege, written
 from variants import variants
 
@@ -46,7 +46,7 @@ def succeed(hosts: Hosts, *command: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def contract(hosts: Hosts) -> dict[str, str]:
-    done = hosts.run("dtrun", "--hosts", "left:1,right:2", CONTRACT, *UNDER_DTRUN, timeout=110)
+    done = hosts.run("dtrun", "--hosts", "left:1,right:2", CONTRACT, *UNDER_DTRUN, timeout=CONTRACT_HANG)
     assert done.returncode == 0, done.stderr
     hosts.settle(10)
     return results(done.stdout)

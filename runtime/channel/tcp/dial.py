@@ -185,6 +185,9 @@ def dial(
                 hung_up = str(error)
                 time.sleep(_PAUSE)  # the link may be back in time
                 continue
+            if isinstance(error, ConnectionRefusedError) and hung_up and attempt + 1 < _ATTEMPTS:
+                attempt += 1  # it has hung up on all that waited, and is about to listen again
+                continue
             if descriptors.is_shortage(error):  # nor could it take the peer's call
                 why = f"rank {me} has no file descriptors left to call rank {info.rank}; {descriptors.limit()}"
                 raise DeniedError(why) from error

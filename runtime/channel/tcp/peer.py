@@ -526,7 +526,7 @@ class TcpPeer:
         """
         deadline = time.monotonic() + self._limits.connect
         with self.lock:
-            if self._state is not _State.NEW:
+            if self._state is not _State.NEW or self._standing.connection:  # it has come, and may have broken again
                 return
             self._state = _State.CALLING
         try:
