@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 
 from ..runtime.channel.base import MASTER
+from ..runtime.host import descriptors
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
@@ -61,7 +61,7 @@ def kill(node: int) -> None:
     process = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)
-        select.select([process], [], [])
+        descriptors.wait_readable([process])
     finally:
         os.close(process)
 

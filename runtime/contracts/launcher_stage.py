@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ..host import descriptors
 from ..host.launcher import Exited, Launcher, Sight, Started
 from ..process.lifetime import adopt_orphans, adopts_orphans, children, wait_any
 from ..protocol.bundle import Bundle
@@ -125,7 +125,7 @@ class Door:
     def turn(self, seconds: float, *others: int) -> set[int]:
         """Handles connections and messages, for so long; returns which of these other descriptors are readable."""
         heard = {one.sock.fileno(): one for one in self.came if not one.ended}
-        ready = set(select.select([door := self._sock.fileno(), *heard, *others], [], [], seconds)[0])
+        ready = {*descriptors.wait_readable([door := self._sock.fileno(), *heard, *others], seconds)}
         if door in ready:
             self.came.append(Puppet(self._sock.accept()[0]))
         for fd in ready & heard.keys():
@@ -289,7 +289,7 @@ def _be_master(make: Make, door: Door, count: int, teller: socket.socket) -> NoR
         launcher = make(ENTRY)
         launcher.start(door.bundles(launcher, count))
         while True:
-            ready = select.select([launcher.fileno(), teller.fileno()], [], [])[0]
+            ready = descriptors.wait_readable([launcher.fileno(), teller.fileno()])
             if launcher.fileno() in ready:
                 for event in launcher.events():
                     if isinstance(event, Exited):

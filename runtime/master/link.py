@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from ..host import descriptors
 from ..host.launcher import Exited, Launcher, Sight
 from ..process.own_time import Standstill
 from ..process.signals import Interrupts, uninterrupted
@@ -601,7 +602,7 @@ class Link:
                 while self._to_look:
                     launcher.look(self._to_look.popleft())
                 if timeout:
-                    select.select([launcher.fileno()], [], [], timeout)
+                    descriptors.wait_readable([launcher], timeout)
                 try:
                     events = launcher.events()
                 except StartError as e:  # the launcher died, and its nodes with it

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import msgspec
@@ -25,10 +26,11 @@ from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch import Exited, Started
 from disttensor.runtime.launch.starters.root_launcher import RootLauncher
-from disttensor.runtime.launch.tree.control import Order
+from disttensor.runtime.launch.tree import root
+from disttensor.runtime.launch.tree.control import Modules, Order
 from disttensor.runtime.launch.tree.framed import FramedSocket
-from disttensor.runtime.launch.tree.host_starter import Branch
-from disttensor.runtime.launch.tree.root import Root
+from disttensor.runtime.launch.tree.host_starter import Branch, HostStarter
+from disttensor.runtime.launch.tree.loop import Loop
 from disttensor.runtime.protocol.bundle import Bundle
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
@@ -157,6 +159,63 @@ def test_rest(tree: Tree, capfd: pytest.CaptureFixture[str]) -> None:
     assert alive_after(0, [event.pid for event in second]) == []
 
 
+def test_a_root_whose_agents_never_come_ends_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent is there whose beats would end a turn of its loop: it has to look at the time by itself."""
+    ours, theirs = socket.socketpair()
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(root, "PATIENCE", 0.1)
+    monkeypatch.setattr(root, "LATE", 0.1)
+    monkeypatch.setattr(root.Loop, "turn", partialmethod(turn_with_an_end, root.Loop.turn))
+    try:
+        with FramedSocket(Order, theirs.detach()) as wire:
+            one = root.Root(wire)
+            one._starter = Awaiting(one)
+            ours.close()
+            one.run()
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+
+
+class Awaiting(HostStarter):
+    """A host starter whose agents are on the way."""
+
+    def begin(self) -> None:
+        pass
+
+    def awaits(self) -> bool:
+        return True
+
+
+def turn_with_an_end(loop: Loop, turn: Callable[..., None], timeout: float | None = None) -> None:
+    """A turn that would wait without an end fails."""
+    assert timeout is not None or loop._times or select.select(list(loop._watched), [], [], 0)[0]
+    turn(loop, timeout)
+
+
+@pytest.mark.parametrize("pipes", [False, True], ids=["socket", "pipes"])
+def test_a_wire_that_has_ended_is_not_waited_for(pipes: bool) -> None:
+    """What has not left when the other end went has nobody to read it: the loop does not spin for room."""
+    if pipes:
+        (inn, their_out), (their_in, out) = os.pipe(), os.pipe()
+        theirs = [their_in, their_out]
+    else:
+        ours, other = socket.socketpair()
+        inn, out, theirs = ours.detach(), None, [other.detach()]
+    loop = Loop()
+    with FramedSocket(Order, inn, out) as wire:
+        wire.say(Modules(bytes(4 << 20)))
+        wire.watch_room(loop)
+        assert wire.pending
+        for fd in theirs:
+            os.close(fd)
+        assert wire.hear() == []
+        assert wire.ended
+        wire.watch_room(loop)
+        assert not wire.pending
+        assert not loop._full
+
+
 def test_what_is_too_much_for_a_wire_at_once_goes_on_in_the_next_turn() -> None:
     """It does not wait for the next order, or beat."""
     ours, theirs = socket.socketpair()
@@ -174,10 +233,10 @@ def test_what_is_too_much_for_a_wire_at_once_goes_on_in_the_next_turn() -> None:
 
     try:
         with FramedSocket(Order, theirs.detach()) as wire:
-            root = Root(wire)
-            root.add(Slow("a", 1))
-            root.loop.later(0, lambda: None)
-            root.run()
+            one = root.Root(wire)
+            one.add(Slow("a", 1))
+            one.loop.later(0, lambda: None)
+            one.run()
     finally:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, before)

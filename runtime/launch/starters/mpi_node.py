@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from ...host import mpi_env
+from ...host import descriptors, mpi_env
 from ...host.output_options import Output
 from ...node import worker
 from ...process import torch_switches
@@ -120,7 +120,7 @@ def _be_new() -> None:
 
 
 def _watch(master: int) -> None:
-    select.select([master], [], [])
+    descriptors.wait_readable([master])
     if _leaving.is_set():  # in MPI_Finalize one process may end before another has noticed that all may
         time.sleep(_PATIENCE)
         os._exit(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from ...host import descriptors
 from ...host.launch_spec import LaunchSpec
 from ...host.launcher import Exited, Launcher, Sight, Started
 from ...host.output_options import Output
@@ -221,7 +221,7 @@ class ServerLauncher(Launcher):
         deadline = time.monotonic() + seconds
         self._wire.push(seconds)
         while not (true() or self._wire.ended) and (left := deadline - time.monotonic()) > 0:
-            if select.select([self._wire], [], [], left)[0]:
+            if descriptors.wait_readable([self._wire], left):
                 self._hear()
 
     def _end_server(self) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import ipaddress
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ...host import affinity
+from ...host import affinity, descriptors
 from ...host.launch_spec import LaunchSpec
 from ...host.launcher import Exited, Started
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children
@@ -221,7 +220,7 @@ def _follow(launcher: ServerLauncher, woken: int, store: int, course: _Course, d
     while course.running:
         left = None if until is None else max(0.0, until - time.monotonic())
         watched = [launcher.fileno(), woken, *([] if course.told else [store])]
-        ready = select.select(watched, [], [], left)[0]
+        ready = descriptors.wait_readable(watched, left)
         if store in ready:
             raise StartError("torch's store is gone, by which the ranks find each other; what ended it stands above")
         for event in launcher.events() if launcher.fileno() in ready else ():

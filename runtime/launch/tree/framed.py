@@ -85,8 +85,8 @@ class FramedSocket(FramedStream[In]):
 
     @property
     def pending(self) -> bool:
-        """True while a message has not left completely."""
-        return bool(self._out)
+        """True while a message has not left completely, and the other end may still take it."""
+        return bool(self._out) and not self.ended
 
     def watch_room(self, loop: Loop) -> None:
         loop.room(self.out, self.pending)

@@ -111,7 +111,7 @@ class Root:
     def run(self) -> None:
         while self._ending is None or (self._is_needed() and time.monotonic() < self._ending):
             self._watch_room()
-            due = self._printer.due
+            due = min((at for at in (self._printer.due, self._ending) if at is not None), default=None)
             self.loop.turn(None if due is None else max(0.0, due - time.monotonic()))
             self._up.push()
             self._printer.push()
