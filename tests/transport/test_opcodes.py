@@ -1,0 +1,138 @@
+"""The hot path, counted: the opcodes of Python that an operation executes in the script, and a message on its node.
+
+A count is the same in every run and on every machine, which a time is not. What makes one grow says why in its commit,
+and raises it here; what lowers one lowers it here, so that it does not grow again.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import disttensor as dt
+from disttensor.runtime.node.receive_ahead import Ahead
+from disttensor.runtime.protocol import commands as c
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the counts are those of Python 3.11; other Pythons have other opcodes"
+)
+
+#: How often something is done before it is counted, so that it takes its quick way.
+WARM = 60
+#: How often it is counted: the least count is that of an operation that neither sends the queue nor waits for room.
+TIMES = 30
+
+
+@dataclass
+class Operands:
+    plain: torch.Tensor
+    other: torch.Tensor
+    leaf: torch.Tensor
+    spread: torch.Tensor
+
+
+#: Operations, and the opcodes that the script's thread executes for each, with the call of the function here.
+OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
+    "x * 2": (lambda it: it.plain * 2, 187),
+    "x + y": (lambda it: it.plain + it.other, 178),
+    "x[0]": (lambda it: it.plain[0], 161),
+    "x * 2, with gradients": (lambda it: it.leaf * 2, 392),
+    "x + y, with gradients": (lambda it: it.leaf + it.other, 381),
+    "x[0], with gradients": (lambda it: it.leaf[0], 201),
+    "x * 2, on a mesh": (lambda it: it.spread * 2, 187),
+    "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
+    "x[0], on a mesh": (lambda it: it.spread[0], 161),
+}
+#: The opcodes of a node's thread for a message with one operation, once it has taken it.
+MESSAGE = 269
+
+
+class Counter:
+    """A count of the opcodes of a thread's frames: those that begin while it counts, and those that it joins."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        self.count += event == "opcode"
+        return self.trace
+
+    def join(self, frame: FrameType) -> None:
+        frame.f_trace = self.trace
+        frame.f_trace_opcodes = True
+        sys.settrace(self.trace)
+
+
+@contextmanager
+def without_a_collector() -> Iterator[None]:
+    """What the collector finds would be freed, and counted, anywhere."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def opcodes(function: Callable[[Operands], object], operands: Operands) -> int:
+    """Returns the opcodes of the call."""
+    counter, before = Counter(), sys.gettrace()
+    sys.settrace(counter.trace)
+    result = function(operands)
+    sys.settrace(before)
+    del result
+    return counter.count
+
+
+@pytest.fixture
+def operands() -> Iterator[Operands]:
+    with dt.init_master_worker(nodes=2, launcher="inproc"), without_a_collector():
+        here = torch.ones(4)
+        leaf = torch.ones(4, device="node:0", requires_grad=True)
+        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation(name: str, operands: Operands) -> None:
+    """The least of many: in the script's thread, from the call to the queue."""
+    function, expected = OPERATIONS[name]
+    counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
+    assert min(counts) == expected
+
+
+def test_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a message that the node has taken to its looking for the next one, which may have to wait.
+
+    With one node: nodes that are threads of one process have one page on which they note what they do.
+    """
+    counter, original = Counter(), Ahead.next
+    taken: list[tuple[list[type], int]] = []
+    counts: list[int] = []
+
+    def next_one(ahead: Ahead) -> Any:
+        if taken and taken[-1][0] == [c.Call]:
+            counts.append(counter.count - taken[-1][1])
+        batch, size = original(ahead)
+        counter.join(sys._getframe(1))
+        taken.append(([type(command) for command in batch.commands], counter.count))
+        return batch, size
+
+    monkeypatch.setattr(Ahead, "next", next_one)
+    with dt.init_master_worker(nodes=1, launcher="inproc"), without_a_collector():
+        x, results = torch.ones(4, device="node:0"), []
+        for _ in range(TIMES):
+            results.append(x * 2)
+            dt.synchronize()
+        monkeypatch.undo()
+        dt.synchronize()
+    assert len(counts) > TIMES // 2
+    assert set(counts[2:]) == {MESSAGE}
