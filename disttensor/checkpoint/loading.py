@@ -29,6 +29,13 @@ from .saving import Saves
 from .state import Entry, State
 
 
+class _Words(str):
+    """The text of a KeyError, which Python shows as a repr."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 @spelled
 def load(
     state_dict: MutableMapping[str, Any],
@@ -98,8 +105,10 @@ class _Plan:
         if missing and strict:
             shown = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
             raise KeyError(
-                f"{self._folder} has no {shown}{did_you_mean(missing[0], stored)}; with strict=False what is not there "
-                "stays as it is"
+                _Words(
+                    f"{self._folder} has no {shown}{did_you_mean(missing[0], stored)}; with strict=False what is not "
+                    "there stays as it is"
+                )
             )
         for name, entry in state.entries.items():
             if name in stored:

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "--ntasks": "-n",
     "--num-nodes": "--nnodes",
     "-H": "--hosts",
+    "--join": "dtrun worker --connection-file FILE",
 }
 
 

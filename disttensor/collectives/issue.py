@@ -16,14 +16,14 @@ from ..dispatch.lazy_views import materialise
 from ..errors import late_warnings
 from ..errors.argument_checks import seconds_of
 from ..futures.work import Work
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import DistributedTensor, local_name
 from ..runtime.channel.base import Arrival, DataChannel, Transfer
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
 from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
-from ..runtime.process.spelling import shown
+from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import NodeLost
@@ -306,8 +306,7 @@ def numbered(names: Sequence[object]) -> tuple[int, ...]:
 def named(tensor: Any, what: str) -> DistributedTensor:
     """Returns ``tensor``. Raises TypeError for an object that is not a tensor on a node."""
     if not isinstance(tensor, DistributedTensor):
-        kind = f"a local tensor of {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{what} has to be a tensor on a node, not {kind}")
+        raise TypeError(f"{what} has to be a tensor on a node, not {local_name(tensor)}")
     found: DistributedTensor = tensor
     return found
 
@@ -429,6 +428,10 @@ def check_transport(transport: Any, what: str) -> None:
         raise TypeError(f"{what}: transport is a dtype of floats, such as torch.bfloat16, not {shown(transport)}")
 
 
+#: Other libraries' names of reductions.
+_MEANT = {"MEAN": "avg", "AVERAGE": "avg", "ADD": "sum", "PROD": "product", "MUL": "product"}
+
+
 def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     """Returns ``op`` as a ReduceOp; torch.distributed's and names are taken by name.
 
@@ -437,7 +440,11 @@ def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:
     if not isinstance(op, ReduceOp):
         name = (getattr(op, "name", None) or str(op).rpartition(".")[2]).upper()
         if name not in ReduceOp.__members__:
-            raise TypeError(f"{shown(op)} is not a reduction; there are {', '.join(ReduceOp.__members__)}")
+            meant = _MEANT.get(name)
+            raise TypeError(
+                f"{shown(op)} is not a reduction; there are {', '.join(ReduceOp.__members__)}"
+                + (f"; did you mean {meant!r}?" if meant else did_you_mean(op, map(str.lower, ReduceOp.__members__)))
+            )
         op = ReduceOp[name]
     check(op, dtype)
     return op  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..collectives.over_dims import Over
-from ..errors.argument_checks import flag, one_of, spelled, whole_number
+from ..errors.argument_checks import flag, needing, one_of, spelled, whole_number
 from ..runtime.node.samples import Plan
 from ..runtime.process.spelling import shown
 from .from_script import DatasetHere, LoaderHere
@@ -86,6 +86,7 @@ class DistributedLoader(Generic[T]):
 
 
 @spelled
+@needing("dt.data.distribute(loader, dt.mesh(dp=2))", "loader_or_dataset", "where")
 def distribute(
     loader_or_dataset: Any,
     where: Any,

@@ -212,7 +212,7 @@ def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     if not isinstance(place, MeshPlace):
         raise RuntimeError(
             f"can't copy {tuple(tensor.shape)} {tensor.dtype} on {source} to {place}: its ranks may differ. "
-            f"x.at({source.where(0)}).to({str(place.device)!r}) copies one of them"
+            f"x.at({source.where(0)}).to({place.written}) copies one of them"
         )
     return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
 

@@ -33,6 +33,7 @@ from .copies import upload
 from .first_call import make_plan, place_of
 from .inplace_and_multi import check_write, first, rare
 from .lazy_views import materialise
+from .left_here import left_here
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
 from .op_table import enter, entries, handles, ordinary
 
@@ -312,10 +313,7 @@ def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
         mask = index and value.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
         if value.device.type == "cpu" and (mask or place.device.type == "cpu"):  # torch made it beside a CPU twin
             return upload(value, place)
-        raise RuntimeError(
-            f"{entry.name}: expected all tensors to be on the same device, but found {operand_name(value)} and "
-            f"a tensor on {place}; send it with .to({str(place.device)!r}) or .dist_send()"
-        )
+        raise left_here(entry.name, value, place)
 
     args, kwargs = tree_map(local, (args, kwargs))
     if entry.handler is not None:

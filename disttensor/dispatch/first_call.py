@@ -107,7 +107,7 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
                 there = operand_name(other) if other is not None else str(place)
                 raise RuntimeError(
                     f"{entry.name}: expected all tensors to be on the same device, but found {there} and "
-                    f"{operand_name(value)}; move one with .to({str(place.device)!r}) or .to({str(where.device)!r})"
+                    f"{operand_name(value)}; move one with .to({place.written}) or .to({where.written})"
                 )
         if value.dim() == 0 and not where.is_cuda() and first is None:
             scalar = scalar if scalar is not None else value

@@ -182,7 +182,7 @@ def drawn(run: Callable[..., Any], entry: Entry, args: Any, kwargs: Any, place: 
         kind = RuntimeError if generator is not None else NotImplementedError
         raise kind(
             f"{entry.name}: expected a generator on {where} but found one on {there}; "
-            f"make it with torch.Generator(device={str(where.device)!r})"
+            f"make it with torch.Generator(device={where.written})"
         )
     if route.get().recorder is not None:
         raise GraphError(

@@ -32,6 +32,67 @@ def spelled(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
+def elsewhere(**meant: str) -> Callable[[_F], _F]:
+    """Returns a decorator with a check: a keyword that the function does not have, and that users expect of it, raises
+    TypeError that says what is meant."""
+
+    def checking(function: _F) -> _F:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            for name in kwargs:
+                if name in meant:
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}; did you mean "
+                        f"{meant[name]}?"
+                    )
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return checking
+
+
+def needing(example: str, *names: str) -> Callable[[_F], _F]:
+    """Returns a decorator of a function or an ``__init__`` with a check: a call without one of the arguments ``names``
+    raises TypeError that shows ``example``, a call that is right."""
+
+    def checking(function: _F) -> _F:
+        order = list(inspect.signature(function).parameters)
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            for name in names:
+                if name not in kwargs and name not in order[: len(args)]:
+                    raise TypeError(f"{called}() needs {name}, as in {example}")
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return checking
+
+
+def by_name_only(example: str) -> Callable[[_F], _F]:
+    """Returns a decorator with a check: a call with positional arguments raises TypeError that shows ``example``."""
+
+    def checking(function: _F) -> _F:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if args:
+                raise TypeError(
+                    f"{function.__name__}({', '.join(map(shown, args))}): each size has the name of its dim, as in "
+                    f"{example}"
+                )
+            return function(**kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return checking
+
+
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
     """Raises ValueError for a value that is none of the known ones."""
     if value not in known:

@@ -26,9 +26,10 @@ from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
 from ..session.transfers import when_done
+from .not_yet import NotYet
 
 
-class Work:
+class Work(NotYet):
     """A transfer or collective under way, as ``torch.distributed``'s Work and Future.
 
     Any thread may use a Work, any number of times. A Work that is dropped goes on, and is freed at its end; if it fails

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..errors.argument_checks import by_name_only
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.spelling import did_you_mean, shown
+from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.places import MeshPlace, Place, varied
 from .shards import together
@@ -34,8 +36,37 @@ class Mesh:
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self._dims.items())
-        device = "closed" if self._claim.closed else f"device={str(self.device)!r}"
-        return f"Mesh({dims}, nodes={list(self.nodes)}, {device})"
+        return f"Mesh({dims}, nodes={list(self.nodes)}{', closed' if self._claim.closed else ''})"
+
+    if not TYPE_CHECKING:  # to a checker it has no other attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError that says what is meant: a dim's size, or the attribute of nearly this name."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            if name in self._dims:
+                raise AttributeError(
+                    f"a mesh has no attribute {name!r}: mesh.size({name!r}) is the size of its dim, and "
+                    f"mesh.coordinate({name!r}) has the ranks' coordinates"
+                )
+            public = [known for known in dir(type(self)) if not known.startswith("_")]
+            raise AttributeError(f"a mesh has no attribute {name!r}{did_you_mean(name, public)}")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Has torch take a mesh for its device in ``x.to(mesh)`` and ``model.to(mesh)``. Raises TypeError in other
+        functions."""
+        name = getattr(func, "__name__", str(func))
+        if name not in ("to", "_parse_to"):
+            raise TypeError(f"{name}: a mesh is a place and not a tensor; mesh.device is its device")
+        given = {key: _device(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_device, args), **given)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self._place is other._place and self._dims == other._dims
@@ -61,7 +92,12 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """The device of the mesh's tensors."""
+        """The device of the mesh's tensors. Raises DisttensorError for a mesh of an earlier session: its index may be
+        another mesh's now."""
+        if current.current() not in (None, self._place.session):
+            raise DisttensorError(
+                f"{self} is of an earlier session, which was shut down; {self._place.made_by} makes it"
+            )
         return self._place.device
 
     @property
@@ -183,6 +219,10 @@ class Mesh:
                 self._place.session.places.close_mesh(self._place)
 
 
+def _device(value: Any) -> Any:
+    return value.device if isinstance(value, Mesh) else value
+
+
 class _Claim:
     """The claim to a place of one mesh that was made, and of its views; or of what nobody closes."""
 
@@ -192,6 +232,7 @@ class _Claim:
         self.closed = False
 
 
+@by_name_only("dt.mesh(dp=2, tp=2)")
 def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dims: int) -> Mesh:
     """Makes nodes one place: ``disttensor.mesh(dp=8, tp=4)``, over all nodes, row by row.
 

@@ -6,6 +6,7 @@ import torch
 from torch import _tensor_str
 
 from ..runtime.protocol.errors import DisttensorError, RanksDiffer
+from ..session.places import MeshPlace
 
 #: The most ranks of a mesh whose values are shown.
 _SHOWN = 3
@@ -13,7 +14,7 @@ _SHOWN = 3
 
 def text(tensor: torch.Tensor) -> str:
     """Returns the text of a proxy. Never raises: where the elements can't be fetched, the text says why."""
-    suffixes = [f"device='{tensor.device}'"]
+    suffixes = [f"device={device_of(tensor)}"]
     try:
         contents, named = _contents(tensor)
         if not named:
@@ -40,13 +41,22 @@ def text(tensor: torch.Tensor) -> str:
     return name + str(_tensor_str._add_suffixes(f"tensor({contents}", suffixes, 7, False))
 
 
+def device_of(tensor: torch.Tensor) -> str:
+    """Returns a proxy's device as a text shows it: a mesh by its dims, as torch's index of it means nothing to a
+    reader."""
+    place = tensor._place  # type: ignore[attr-defined]
+    if not isinstance(place, MeshPlace):
+        return repr(str(tensor.device))
+    return f"mesh({', '.join(f'{name}={size}' for name, size in place.dims.items())})"
+
+
 def _shards(tensor: torch.Tensor) -> str:
     """Returns the shards of a mesh's tensor, one below the other; of many the first ones."""
     place = tensor._h.meta.place  # type: ignore[attr-defined]
     shown = tensor.shards()[:_SHOWN]  # type: ignore[attr-defined]
     lines = [f"{place.where(i)}: {text(shard.detach())}" for i, shard in enumerate(shown)]
     more = ["..."] if len(place.members) > _SHOWN else []
-    return "\n".join([f"on {place}, device='{tensor.device}':", *lines, *more])
+    return "\n".join([f"on {place}:", *lines, *more])
 
 
 def _contents(tensor: torch.Tensor) -> tuple[str, bool]:

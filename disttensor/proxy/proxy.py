@@ -28,6 +28,9 @@ T = TypeVar("T")
 #: The attributes that belong to a proxy as a tensor, and not to its Python object.
 OWN = ("_h", "_is_param", "_made")
 
+#: What to write for an array of numpy.
+_TO_NUMPY = "use x.cpu().numpy()"
+
 
 class _Kind(torch._C._TensorMeta):
     """The class of proxies' classes, which are pickled by the names under which they are found."""
@@ -172,15 +175,28 @@ class DistributedTensor(torch.Tensor, metaclass=_Kind):
         """Returns a numpy array of a local copy with ``force=True``, and waits for it; else raises TypeError, as a CUDA
         tensor does."""
         if not force:
-            raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
+            raise TypeError(f"can't convert a tensor on {self._place} to numpy; {_TO_NUMPY}")
         return self.detach().cpu().numpy(force=True)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         result = computed(self, ufunc, method, inputs, kwargs)
         return self.__array__() if result is NotImplemented else result
 
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        raise TypeError(f"can't convert a tensor on {self._place} to numpy; use x.cpu().numpy()")
+    def __array_function__(self, func: Any, types: object, args: Any, kwargs: Any) -> Any:
+        """Does what numpy does for a tensor: calls its own method, or takes it for an array. Raises TypeError that says
+        what to write where neither works."""
+        try:
+            return func._implementation(*args, **kwargs)
+        except TypeError as e:
+            if _TO_NUMPY in str(e):
+                raise
+            raise TypeError(
+                f"numpy.{func.__name__} can't compute with a tensor on {self._place}: torch has functions that do; for "
+                f"numpy's {_TO_NUMPY}"
+            ) from e
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise TypeError(f"can't convert a tensor on {self._place} to numpy; {_TO_NUMPY}")
 
     def tolist(self) -> Any:
         """Returns the values as nested lists. Waits for one transfer. Raises as ``cpu``."""
@@ -236,8 +252,15 @@ def set_geometry(tensor: DistributedTensor, handle: Handle) -> None:
 
 def operand_name(tensor: Any) -> str:
     """Returns an operand's name for error messages."""
-    where = str(tensor._place) if isinstance(tensor, DistributedTensor) else f"the master's {tensor.device}"
+    where = str(tensor._place) if isinstance(tensor, DistributedTensor) else f"the script's {tensor.device}"
     return f"{tuple(tensor.shape)} {tensor.dtype} on {where}"
+
+
+def local_name(value: object) -> str:
+    """Returns what a value is that is not on a node, for error messages, with what to do if it is a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"a local tensor of {value.device}; x.to('node:0') sends it to node 0"
+    return type(value).__name__
 
 
 def innermost(x: Any) -> Any:
@@ -258,6 +281,7 @@ __all__ = [
     "DistributedTensor",
     "alias",
     "innermost",
+    "local_name",
     "method",
     "operand_name",
     "proxy",

@@ -51,10 +51,16 @@ def one(place: MeshPlace, keys: Sequence[Hashable], said: Sequence[str]) -> None
         first.setdefault(key, i)
     shown = [f"{said[i]} at {place.where(i)}" for i in list(first.values())[:_SHOWN]]
     over = repr(next(iter(place.dims))) if len(place.dims) == 1 else repr(tuple(place.dims))
+    if {*said} <= {"True", "False"}:  # which have no mean
+        all_of_them = (
+            f"dt.all_reduce(x, 'max', over={over}) is whether it is so on any rank, with 'min' whether it is on all"
+        )
+    else:
+        all_of_them = f"dt.all_reduce(x, 'avg', over={over}) is the mean of all"
     raise RanksDiffer(
         f"the {len(place.ranks)} ranks of {place} have {len(first)} different values: {', '.join(shown)}"
-        f"{', ...' if len(first) > _SHOWN else ''}. dt.all_reduce(x, 'avg', over={over}) is the mean of all, "
-        f"x.at({place.where(0)}) the value of one, x.shards() are all"
+        f"{', ...' if len(first) > _SHOWN else ''}. {all_of_them}, x.at({place.where(0)}) the value of one, "
+        "x.shards() are all"
     )
 
 

@@ -157,6 +157,14 @@ class Place:
         return (self,)
 
     @property
+    def written(self) -> str:
+        """The device as a script writes it: not by torch's index, unless that is the number of the node."""
+        if self.slot == self.node:
+            return f"'node:{self.node}'"
+        is_default = self.origin is self.session.places.at(self.node)
+        return f"dt.device({self.node})" if is_default else f"dt.device({self.node}, {self.name!r})"
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The nodes of its members."""
         return self.outbox.ranks
@@ -265,6 +273,10 @@ class MeshPlace(Place):
         """The call that gives the script this place."""
         device = "" if self.name == self.session.places.at(self.ranks[0]).name else f", device={self.name!r}"
         return f"dt.mesh({', '.join(f'{name}={n}' for name, n in self.dims.items())}, nodes={list(self.ranks)}{device})"
+
+    @property
+    def written(self) -> str:
+        return f"{self.made_by}.device"
 
     @property
     def node(self) -> NoReturn:  # type: ignore[override]
@@ -714,6 +726,8 @@ class Places:
                         f"is there stays, and {closed.made_by} has new tensors there again"
                     )
             also = "a node's other devices are named by disttensor.device(node, 'cuda:1')"
+            if slot >= NODE_SLOTS:
+                also = "a device of a mesh, or of dt.device(), is of the session in which it was made: make it again"
             if NODE_SLOTS <= slot < len(self._nodes):
                 also = f"node {slot}'s device is disttensor.device({slot}), as its index is not the node's number"
             raise RuntimeError(f"device {str(device)!r} does not exist: {self._there()}; {also}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -15,13 +16,18 @@ from ..runtime.protocol.errors import DisttensorError
 from . import holdings
 from .agreement import agreed
 from .places import MeshPlace, Place, R
+from .waits import Waits
+
+#: Replies that a line of the script waits for because it asks for a value.
+_VALUES = (c.Answer, c.Shapes)
 
 
 class Questions:
     """The questions of a session to its nodes."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, counted: Waits) -> None:
         self._link = link
+        self._counted = counted
 
     def ask(
         self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
@@ -35,6 +41,15 @@ class Questions:
         waits("this operation")
         if late_warnings.pending:
             late_warnings.give()
+        if kind not in _VALUES:
+            return self._ask(place, kind, command, site, due)
+        began = time.perf_counter()
+        try:
+            return self._ask(place, kind, command, site, due)
+        finally:
+            self._counted.add(site, time.perf_counter() - began)
+
+    def _ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int) -> R:
         link = self._link
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)

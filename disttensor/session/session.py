@@ -39,6 +39,7 @@ from .places import Place, Places
 from .questions import Questions
 from .switches import Switches
 from .transfers import Transfers
+from .waits import Waits
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class Session:
         #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
         self.nodes: list[Node] = list(self.link.nodes)
         self.link.failures.on_warning = late_warnings.take
-        self.questions = questions = Questions(self.link)
+        self.questions = questions = Questions(self.link, counted := Waits())
         self.ask = questions.ask
         self.router = ChannelRouter(
             self.link,
@@ -106,7 +107,7 @@ class Session:
         self.threads: list[threading.Thread] = []
         self.changes = contextlib.ExitStack()  #: changes of this process that are undone at the end
         self._default_dtype = torch.float32
-        self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync)
+        self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync, counted)
         self.callbacks = Callbacks()
         self.switches = Switches(self.link, shared=launcher is None)
 

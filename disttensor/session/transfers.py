@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -27,6 +28,7 @@ from ..runtime.protocol.errors import ChannelError, PoisonedError
 from ..runtime.protocol.transfer_ids import ORDERED
 from .channel_router import ChannelRouter
 from .places import Place
+from .waits import Waits
 
 #: Uploads up to this many bytes are copied, however many bytes of copies are on their way.
 SMALL = 64 << 10
@@ -77,7 +79,9 @@ class Transfers:
         router: ChannelRouter,
         failure: Callable[[int, int], Exception],
         sync: Callable[[int, float | None], None],
+        counted: Waits,
     ) -> None:
+        self._counted = counted
         self.link, self.router = link, router
         self._failure, self._sync = failure, sync
         self._numbers = count(1)
@@ -160,9 +164,11 @@ class Transfers:
 
         Raises as ``end``.
         """
+        began = time.perf_counter()
         receiving, _ = self._receive(tensor, place, ref, None, site)
         self.link.flush_all()
         self.end(receiving, place.node)
+        self._counted.add(site, time.perf_counter() - began)
         place.outbox.restart()
         return receiving.tensor
 
@@ -230,5 +236,6 @@ class Transfers:
             self.link.wait(request, timeout, until=transfer.is_completed)
 
     def forked(self) -> None:
-        """Replaces the lock, in a forked child: a thread of the parent may have held it."""
+        """Replaces the locks, in a forked child: a thread of the parent may have held one."""
+        self._counted.forked()
         self._beginning = threading.RLock()

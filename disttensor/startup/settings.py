@@ -109,6 +109,21 @@ class Settings:
         )
 
 
+def unheard(nodes: int | tuple[int, int] | None, environment: Mapping[str, str], said: LaunchSpec | None) -> str:
+    """Returns, in words, the number of nodes that dtrun, or a variable, asks for where ``nodes``, the argument, is
+    another one, which counts; "" where they agree."""
+    if nodes is None:
+        return ""
+    least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
+    asked = setting("nodes", None, environment, said)
+    if not asked or least <= asked <= most:
+        return ""
+    return (
+        f"nodes={nodes} of the script counts, and not the {asked} that dtrun -n, or DISTTENSOR_NODES, asks for; leave "
+        "nodes out to have that number"
+    )
+
+
 def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:
     """Raises TypeError or ValueError for arguments that are invalid by themselves; returns ``nodes``, which is a whole
     number, a pair of them, or None."""

@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from ..dispatch import meta_inference
+from ..dispatch.call_site import here
 from ..errors import late_warnings
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import elsewhere, spelled
 from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
@@ -28,6 +29,7 @@ from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
 from ..runtime.launch import get_launcher, registry
+from ..runtime.master.failures import line_of
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import Worker
 from ..runtime.process.signals import Interrupts
@@ -47,7 +49,7 @@ from ..torch_backend import register as device_backend
 from ..verify import selfcheck
 from . import notebook
 from .rendezvous import rendezvous_of, script_folder
-from .settings import Settings, check
+from .settings import Settings, check, unheard
 
 _log = logging.getLogger("disttensor")
 
@@ -83,6 +85,14 @@ class SessionContext:
         return f"<disttensor session, {count} node{'s'[: count != 1]}{over}>"
 
 
+#: Keywords by which other libraries, and dtrun, call what arguments of this one mean.
+_ELSEWHERE = {
+    **{name: f'launcher_options={{"{name}": ...}}' for name in ("python", "ssh", "ssh_options")},
+    **dict.fromkeys(("n", "np", "nprocs", "nproc_per_node", "num_nodes", "workers", "num_workers"), "nodes="),
+}
+
+
+@elsewhere(**_ELSEWHERE)
 @spelled
 def init_master_worker(
     backend: str = "auto",
@@ -177,6 +187,7 @@ def init_master_worker(
     """
     arguments = dict(locals())
     nodes = check(arguments)
+    _refuse_in_a_child()
     if (running := current.current()) is not None:
         if not exist_ok:
             raise RuntimeError(
@@ -192,11 +203,13 @@ def init_master_worker(
     settings = Settings.of(
         arguments,
         os.environ,
-        spec_of_dtrun(),
+        said := spec_of_dtrun(),
         where=rendezvous_of(init_method, rank, world_size, timeout),
         automatic=registry.automatic,
         folder=script_folder(),
     )
+    if text := unheard(nodes, os.environ, said):
+        _log.warning("%s: %s", line_of(here()), text)
     try:
         with contextlib.ExitStack() as undo:
             session = _start(settings, undo)
@@ -211,6 +224,19 @@ def init_master_worker(
     _register_once()
     selfcheck.begin(session, share)
     return SessionContext(session)
+
+
+def _refuse_in_a_child() -> None:
+    """Raises RuntimeError where multiprocessing runs the script once more, in a process that it has started, to have
+    its functions and classes there."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "init_master_worker: this is a child of multiprocessing, by spawn or forkserver (such as a worker of a "
+            "DataLoader), which runs the script's file once more; a child starts no session. Put what only the script "
+            'is to do below `if __name__ == "__main__":`, or start children by fork: multiprocessing_context="fork" of '
+            'a DataLoader, multiprocessing.set_start_method("fork")'
+        )
 
 
 def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..proxy.meta import set_bits
-from ..proxy.proxy import OWN, DistributedTensor, method
+from ..proxy.proxy import OWN, DistributedTensor, method, where_is
 from ..runtime.process.signals import uninterrupted
 from .modules import unexchangeable
 from .uninitialized import class_of
@@ -30,8 +30,9 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
     uninitialized = class_of(tensor, isinstance(value, DistributedTensor))
     if not tensor.is_leaf:
         raise RuntimeError(
-            f"the data of a result can't go from {tensor.device} to {value.device} in place: its gradient would be "
-            "on another device than what it was computed from; write y = x.to(...)"
+            f"the data of a result can't go from {where_is(tensor) or tensor.device} to "
+            f"{where_is(value) or value.device} in place: its gradient would be on another device than what it was "
+            "computed from; write y = x.to(...)"
         )
     needs_grad, grad = tensor.requires_grad, tensor.grad
     other = value.detach()

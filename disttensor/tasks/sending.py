@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -197,9 +198,12 @@ def _fails(pickler: Callable[[io.BytesIO], Any], value: Any) -> bool:
 
 
 class _ByName(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that sends objects by name which torch has in the place of modules."""
+    """A pickler that sends objects by name which torch has in the place of modules, and no open files: cloudpickle
+    would send a copy of what a file holds."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):
+            raise TypeError("a file is open in this process only: pass its path, or what it holds")
         return by_name.reduced(value) or super().reducer_override(value)
 
 

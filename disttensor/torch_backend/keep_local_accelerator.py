@@ -55,6 +55,17 @@ def there() -> torch.device | None:
     return _accelerator[0] if found else None
 
 
+def parallel_device_type(original: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Returns what tells torch.nn.DataParallel over which kind of device to spread a module: never over nodes."""
+
+    @wraps(original)
+    def device_type() -> str | None:
+        found = original()
+        return None if found == "node" else found
+
+    return device_type
+
+
 def current() -> torch.device | None:
     """Returns the accelerator that torch is to name: this machine's, or nodes, or None."""
     if role.has_session():

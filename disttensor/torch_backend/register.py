@@ -24,6 +24,7 @@ from ..proxy.proxy import DistributedTensor
 from ..session import current
 from ..storage import set_data, storages, uninitialized
 from . import (
+    at_import,
     autocast,
     backward,
     higher_order,
@@ -74,6 +75,7 @@ def register() -> None:
     torch_compile.install()
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
+    at_import.after("torch.distributed.fsdp", partial(torch_patches.install, torch_patches.SHARDING))
     switches.begin()
 
 

@@ -17,6 +17,7 @@ from ..dispatch.dispatch import run
 from ..dispatch.first_call import refuse_layout
 from ..dispatch.op_plan import Entry
 from ..dispatch.op_table import handler
+from ..proxy.printing import device_of
 from ..proxy.proxy import DistributedTensor
 from ..session.places import Place
 
@@ -91,7 +92,7 @@ class SparseGradient(DistributedTensor):
         return self.detach().cpu().__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{str(self.detach().cpu())[:-1]}, device='{self.device}')"
+        return f"{str(self.detach().cpu())[:-1]}, device={device_of(self)})"
 
 
 def _refuse(what: str) -> NoReturn:

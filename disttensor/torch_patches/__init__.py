@@ -18,8 +18,10 @@ from ..runtime.process import torch_switches
 from ..runtime.protocol.errors import DisttensorError
 
 #: The moments at which rows are installed: when torch gets the device's name, at the first session, and when a program
-#: first uses torch.compile, ``with dt.node(1)`` or a recording.
-IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING = "import", "session", "compiling", "elsewhere", "recording"
+#: first uses torch.compile, FSDP, ``with dt.node(1)`` or a recording.
+IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING = (
+    "import", "session", "compiling", "sharding", "elsewhere", "recording",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Patch:
 
 _ONE_ACCELERATOR = "more than one accelerator in a process, or an out-of-tree backend that is not the accelerator"
 _LOCAL = "torch_backend.keep_local_accelerator"
+_BY_DEVICE = "collectives that ask the tensors' device"
+_DISTRIBUTED = "torch_backend.torch_distributed"
 
 PATCHES: tuple[Patch, ...] = (
     # ---- when torch has the device's name (torch_backend/naming.py)
@@ -253,6 +257,39 @@ PATCHES: tuple[Patch, ...] = (
         "torch_backend.torch_compile:avoid_device_init", SESSION,
         "a literal of our device would be made at once while a function is traced, and kept beyond its session",
         "asking the device module",
+    ),
+    # ---- torch.distributed given tensors on nodes (torch_backend/torch_distributed.py)
+    *(
+        Patch(
+            f"torch.distributed.distributed_c10d.{name}", f"{_DISTRIBUTED}:checking", SESSION,
+            "a collective of torch's that gets a tensor on a node would ask for a process group: ours is named instead",
+            _BY_DEVICE,
+        )
+        for name in ("_check_single_tensor", "_check_tensor_list")
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d._get_default_group", f"{_DISTRIBUTED}:asking", SESSION,
+        "the same of those that look for a group first", _BY_DEVICE,
+    ),
+    *(
+        Patch(
+            f"torch.nn.parallel.{name}.__init__", f"{_DISTRIBUTED}:refusing_modules", SESSION, "the same of a model",
+            _BY_DEVICE,
+        )
+        for name in ("DistributedDataParallel", "DataParallel")
+    ),
+    Patch(
+        "torch.nn.parallel.data_parallel._get_available_device_type", f"{_LOCAL}:parallel_device_type", SESSION,
+        "torch.nn.DataParallel of a local module would spread it over nodes, and refuses it as it is local",
+        _ONE_ACCELERATOR,
+    ),
+    # ---- with torch.distributed.fsdp (torch_backend/register.py)
+    *(
+        Patch(
+            f"torch.distributed.fsdp.{name}", f"{_DISTRIBUTED}:refusing_modules", SHARDING, "the same of a model",
+            _BY_DEVICE, optional=True,
+        )
+        for name in ("fully_shard", "FullyShardedDataParallel.__init__")
     ),
     # ---- with the first torch.compile (torch_backend/torch_compile.py)
     Patch(

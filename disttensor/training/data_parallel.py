@@ -12,7 +12,7 @@ import torch
 from ..collectives import broadcast
 from ..collectives.issue import check_transport
 from ..collectives.over_dims import Over
-from ..errors.argument_checks import one_of
+from ..errors.argument_checks import needing, one_of
 from ..meshes import Mesh, agree_, from_shards, varying
 from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
@@ -36,6 +36,7 @@ class DataParallel(torch.nn.Module):
         [[2.0, 2.0, 2.0]]
     """
 
+    @needing("dt.DataParallel(model.to(mesh.device), mesh), where mesh is dt.mesh(dp=2)", "module", "mesh")
     def __init__(
         self,
         module: torch.nn.Module,

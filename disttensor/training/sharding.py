@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..collectives import broadcast
-from ..errors.argument_checks import flag, spelled
+from ..errors.argument_checks import flag, needing, spelled
 from ..futures.work import Work
 from ..meshes import Mesh, varying
 from ..meshes.cut import Cut, cut_of, mark, part_of, whole_of
@@ -25,6 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @spelled
+@needing("dt.fully_shard(module, dt.mesh(dp=2))", "module", "mesh")
 def fully_shard(
     module: M,
     mesh: Mesh,

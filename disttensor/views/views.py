@@ -16,7 +16,7 @@ import torch
 
 from ..errors.argument_checks import flag, one_of, spelled
 from ..futures.work import Work, fetch
-from ..proxy.proxy import DistributedTensor
+from ..proxy.proxy import DistributedTensor, local_name
 from ..runtime.channel.base import Arrival
 from ..runtime.master.route import waits
 from ..session.current import session_of
@@ -215,7 +215,6 @@ class _Into(Work):
 def _on_a_node(tensor: Any, what: str) -> DistributedTensor:
     """Returns ``tensor``. Raises TypeError for what is not on a node."""
     if not isinstance(tensor, DistributedTensor):
-        kind = f"a local tensor of {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{what} has to be a tensor on a node, not {kind}")
+        raise TypeError(f"{what} has to be a tensor on a node, not {local_name(tensor)}")
     found: DistributedTensor = tensor
     return found

@@ -31,9 +31,10 @@ from ..process.signals import Interrupts, uninterrupted
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.arguments import Message
-from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ForkError, NodeLost, ProtocolError, StartError
+from ..protocol.errors import BrokenError, ClosedError, NodeLost, ProtocolError, StartError
 from ..protocol.failure_ids import position
 from ..transport.base import Hub
+from . import unusable
 from .command_queue import MAX_BATCH, CommandQueue, frees_queued
 from .failures import Failure, Failures, Site, line_of
 from .fan_out import FanOut, FanOuts
@@ -362,10 +363,10 @@ class Link:
     def check(self, outbox: CommandQueue) -> None:
         """Raises the error that makes the node unusable: ForkError, DisttensorError after shutdown, NodeLost."""
         if self.is_forked:
-            raise ForkError("this process was forked from the master; only the master can use its nodes")
+            raise unusable.forked()
         if self.closed:
             outbox.discard()
-            raise DisttensorError("the session was shut down; its tensors are gone (call init_master_worker again)")
+            raise unusable.ended()
         lost = outbox.lost
         if lost is not None:
             outbox.discard()

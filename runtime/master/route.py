@@ -55,7 +55,10 @@ def waits(what: str) -> None:
     ``what`` is the operation, for the message.
     """
     if route.get().recorder is not None:
-        raise GraphError(f"{what} has to wait for a node, and nothing runs while a graph is recorded")
+        raise GraphError(
+            f"{what} has to wait for a node, and nothing runs while a graph is recorded: end the recording first, and "
+            "read values after g.replay()"
+        )
 
 
 class Tap:

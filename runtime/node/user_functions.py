@@ -184,7 +184,7 @@ def _run(function: _Function, arguments: bytes, beside: bool, what: str, tensor:
         raise DisttensorError(f"the function called sys.exit({status}); the node goes on; let it return instead") from e
     except Exception as e:
         if type(e) is RuntimeError and str(e).endswith(_NO_DEVICE):
-            e.args = (f"{e}; {_ON_A_NODE}",)
+            e.args = (f"{_ON_A_NODE} ({e})",)
         raise
     except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
         text = attempt(partial(str, e), "its text")

@@ -34,7 +34,8 @@ class _Shown(reprlib.Repr):
     def repr1(self, x: Any, level: int) -> str:
         torch = sys.modules.get("torch")  # dtrun and agents start without it
         if torch is not None and isinstance(x, torch.Tensor):
-            return f"a tensor {tuple(x.shape)} {x.dtype} on {x.device}"
+            place = getattr(x, "_place", None)  # of a mesh, whose index as a device of torch's says nothing
+            return f"a tensor {tuple(x.shape)} {x.dtype} on {x.device if place is None else place}"
         return super().repr1(x, level)
 
 

@@ -22,6 +22,7 @@ TABLE = {
     "disttensor/dispatch/trial.py": {"_MOST": "operands of a trial in the script"},
     "disttensor/errors/late_warnings.py": {"_MOST": _KEPT, "_LONGEST": "a warning that is given: longer ones are cut"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
+    "disttensor/session/waits.py": {"_MOST": _KEPT},
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
     "runtime/channel/shm/segments.py": {"MOST_IDLE": _KEPT},

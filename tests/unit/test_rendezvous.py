@@ -64,6 +64,12 @@ def test_the_environment_of_torchrun() -> None:
         ("tcp://node1", None, None, "names no host and port"),
         ("tcp://node1:99999", None, None, "names no host and port"),
         ("tcp://:29500", None, None, "names no host and port"),
+        (
+            "tcp://127.0.0.1:0",
+            None,
+            None,
+            "port 0 is any that is free, and here all processes have to know which: name",
+        ),
         ("tcp://node1:1", 1, None, "rank=1 without world_size"),
         ("tcp://node1:1", 3, 3, "rank=3 with world_size=3"),
         ("tcp://node1:1", -1, 3, "rank=-1"),

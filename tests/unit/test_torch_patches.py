@@ -14,7 +14,7 @@ from checkout import ROOT
 
 from disttensor import torch_patches
 from disttensor.runtime.protocol.errors import DisttensorError
-from disttensor.torch_patches import COMPILING, ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, Patch
+from disttensor.torch_patches import COMPILING, ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, SHARDING, Patch
 
 PRODUCT = [
     path
@@ -47,7 +47,7 @@ def ids(patch: Patch) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=ids)
 def test_a_row_says_what_and_why(patch: Patch) -> None:
-    assert patch.when in (IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING)
+    assert patch.when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING)
     assert len(patch.why) > 10
     assert patch.wanted
     module, _, function = patch.make.partition(":")
@@ -121,7 +121,7 @@ def test_it_all_goes_back(none_installed: None) -> None:
         return [vars(owner).get(name) for owner, name in found]
 
     before = seen()
-    for when in (IMPORT, SESSION, COMPILING, ELSEWHERE, RECORDING):
+    for when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING):
         torch_patches.install(when)
     assert len(torch_patches._undo) == len(before)
     assert seen() != before

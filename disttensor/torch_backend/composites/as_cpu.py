@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ...dispatch import seen_at
 from ...dispatch.copies import upload
 from ...dispatch.first_call import place_of
+from ...dispatch.left_here import left_here
 from ...dispatch.op_table import enter
-from ...proxy.proxy import DistributedTensor, innermost, operand_name
+from ...proxy.proxy import DistributedTensor, innermost
 from ...session import kernel_choice
 from ...session.places import Place
 from .. import autocast
@@ -224,10 +225,7 @@ def _check(op: OpOverload, args: Any, kwargs: Any, place: Place) -> None:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for x in tensors:
         if not isinstance(x, DistributedTensor):
-            raise RuntimeError(
-                f"{op.name()}: expected all tensors to be on the same device, but found {operand_name(x)} and "
-                f"a tensor on {place}; send it with .to({str(place.device)!r}) or .dist_send()"
-            )
+            raise left_here(op.name(), x, place)
     place_of(enter(op), tensors, {}, place)
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from ...collectives import all_reduce
 from ...collectives.over_dims import Over
-from ...errors.argument_checks import one_of
+from ...errors.argument_checks import needing, one_of
 from ...meshes import Mesh
 from ...meshes.cut import cut_of
 from ...runtime.process.spelling import shown
@@ -40,6 +40,7 @@ class Pipeline(nn.Module):
         >>> optimizer.step()
     """
 
+    @needing("dt.training.Pipeline(stages, ['node:0', 'node:1'], microbatches=4)", "stages", "places", "microbatches")
     def __init__(
         self,
         stages: Sequence[nn.Module] | nn.Module,

@@ -104,6 +104,11 @@ def find_rendezvous(
                 host, port = url.hostname or "", url.port or 0
             except ValueError:
                 host, port = "", 0
+            if host and url.netloc.endswith(":0"):
+                raise ValueError(
+                    f"init_method {init_method!r}: port 0 is any that is free, and here all processes have to know "
+                    "which: name one, as in tcp://node1:29500"
+                )
             if not host or not port:
                 raise ValueError(f"init_method {init_method!r} names no host and port, as in tcp://node1:29500")
             found = Rendezvous(url.scheme, host, port, rank=rank, size=size)
