@@ -50,6 +50,18 @@ class Settings:
         """The launcher's name."""
         return self.spec.launcher
 
+    def unheard(self, environment: Mapping[str, str]) -> str:
+        """Returns, in words, the number of nodes that dtrun asks for where the script says another one, which counts;
+        "" where they agree."""
+        asked = setting("nodes", None, environment) or self.spec.least
+        least, most = self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
+        if not asked or least is None or most is None or least <= asked <= most:
+            return ""
+        return (
+            f"nodes={self.nodes} of the script counts, and not the {asked} that dtrun -n, or DISTTENSOR_NODES, asks "
+            "for; leave nodes out to have that number"
+        )
+
     @classmethod
     def of(
         cls,
@@ -107,21 +119,6 @@ class Settings:
             output=_output(given, spec.launcher),
             blocking=environment.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"),
         )
-
-
-def unheard(nodes: int | tuple[int, int] | None, environment: Mapping[str, str], said: LaunchSpec | None) -> str:
-    """Returns, in words, the number of nodes that dtrun, or a variable, asks for where ``nodes``, the argument, is
-    another one, which counts; "" where they agree."""
-    if nodes is None:
-        return ""
-    least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
-    asked = setting("nodes", None, environment, said)
-    if not asked or least <= asked <= most:
-        return ""
-    return (
-        f"nodes={nodes} of the script counts, and not the {asked} that dtrun -n, or DISTTENSOR_NODES, asks for; leave "
-        "nodes out to have that number"
-    )
 
 
 def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:

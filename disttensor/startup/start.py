@@ -49,7 +49,7 @@ from ..torch_backend import register as device_backend
 from ..verify import selfcheck
 from . import notebook
 from .rendezvous import rendezvous_of, script_folder
-from .settings import Settings, check, unheard
+from .settings import Settings, check
 
 _log = logging.getLogger("disttensor")
 
@@ -203,12 +203,12 @@ def init_master_worker(
     settings = Settings.of(
         arguments,
         os.environ,
-        said := spec_of_dtrun(),
+        spec_of_dtrun(),
         where=rendezvous_of(init_method, rank, world_size, timeout),
         automatic=registry.automatic,
         folder=script_folder(),
     )
-    if text := unheard(nodes, os.environ, said):
+    if text := settings.unheard(os.environ):
         _log.warning("%s: %s", line_of(here()), text)
     try:
         with contextlib.ExitStack() as undo:

@@ -498,3 +498,21 @@ def start(**arguments: Any) -> None:
 @pytest.mark.parametrize("name", STARTS)
 def test_mistakes_at_the_start(name: str) -> None:
     wrong(STARTS[name], None)
+
+
+def test_a_number_of_nodes_that_dtrun_does_not_get_is_told(script: Script) -> None:
+    """dtrun sets the variable for its script."""
+    text = """
+import disttensor as dt
+with dt.init_master_worker(nodes=3, launcher="inproc"):
+    print(len(dt.nodes()))
+with dt.init_master_worker(launcher="inproc"), dt.init_master_worker(nodes=2, launcher="inproc", exist_ok=True):
+    print(len(dt.nodes()))
+"""
+    done = script(text, DISTTENSOR_NODES="2")
+    assert done.stdout.split() == ["3", "2"], done
+    (told,) = [line for line in done.stderr.splitlines() if "counts" in line]
+    assert told.endswith(
+        "program.py:3 in <module>: nodes=3 of the script counts, and not the 2 that dtrun -n, or DISTTENSOR_NODES, "
+        "asks for; leave nodes out to have that number"
+    )

@@ -72,6 +72,10 @@ def dtrun(tmp_path: Path) -> Dtrun:
         (["--simulate-cuda", "-1", "x.py"], "a whole number of at least 0 is needed, not '-1'"),
         (["--nodes", "2", "x.py"], "unrecognized arguments: --nodes; did you mean -n?"),
         (["-np", "2", "x.py"], "-np is mpiexec's; did you mean -n?"),
+        (
+            ["--join", "a:1", "x.py"],
+            "unrecognized arguments: --join; did you mean dtrun worker --connection-file FILE?",
+        ),
         (["--host", "a", "x.py"], "unrecognized arguments: --host; did you mean --hosts?"),
         (["--simulate-cude", "1", "x.py"], "did you mean --simulate-cuda?"),
         (["--zzz", "1", "x.py"], "unrecognized arguments: --zzz (see dtrun --help)"),

@@ -200,3 +200,24 @@ def test_one_of_several_copies_of_a_script(environment: dict[str, str], error: s
 )  # fmt: skip
 def test_the_only_copy_of_a_script(environment: dict[str, str]) -> None:
     assert of(environment).launcher == "local"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environment", "said", "told"),
+    [
+        (3, {"DISTTENSOR_NODES": "2"}, None, "nodes=3 of the script counts, and not the 2 that dtrun -n, or"),
+        ((3, 4), {"DISTTENSOR_NODES": "2"}, None, r"nodes=\(3, 4\) of the script counts, and not the 2"),
+        (4, {}, SAID, "nodes=4 of the script counts, and not the 3"),
+        (2, {"DISTTENSOR_NODES": "2"}, None, "^$"),
+        ((1, 4), {"DISTTENSOR_NODES": "2"}, None, "^$"),
+        (None, {"DISTTENSOR_NODES": "2"}, None, "^$"),
+        (None, {}, SAID, "^$"),
+        (2, {}, None, "^$"),
+    ],
+)
+def test_a_number_that_does_not_count(nodes: Any, environment: dict[str, str], said: Any, told: str) -> None:
+    assert re.search(told, of(environment, said, nodes=nodes).unheard(environment))
+
+
+def test_hosts_of_the_scripts_own_are_not_those_that_dtrun_counts() -> None:
+    assert of(said=SAID, nodes=4, hosts="c:4").unheard({}) == ""
