@@ -25,6 +25,7 @@ from ..runtime.collective import Way
 from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.contracts.data_channel import check_data_channel
 from ..runtime.process.spelling import shown
+from ..runtime.process.tables import columns
 from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, SPANS, Rule
 from .traffic import reset_stats, stats
@@ -116,7 +117,7 @@ class Selected(tuple[Rule, ...]):
             way = "" if rule.way is None else rule.way.algorithm
             lines.append((rule.op, _where(rule), _size(rule), rule.name or "as below", way or "by size"))
         lines.append(("*", "any", "any", self.backend, "by size"))
-        return _columns(lines)
+        return columns(lines)
 
 
 def _where(rule: Rule) -> str:
@@ -187,7 +188,7 @@ class Availability(Mapping[tuple[str, str, str], Entry]):
         for (_, device, name), entry in self.items():
             if entry.why:
                 why[f"{name}, {device}: {entry.why}"] = None
-        return "\n".join([_columns(lines), *why])
+        return "\n".join([columns(lines), *why])
 
 
 def available() -> Availability:
@@ -229,11 +230,6 @@ def _entry(name: str, op: str, device: str, why: str) -> Entry:
     elif op in can.collectives and device in can.devices:
         return Entry("native")
     return Entry("available")
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 __all__ = [

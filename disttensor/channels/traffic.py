@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..runtime.channel.base import MASTER
 from ..runtime.channel.counted import GROUP, count
 from ..runtime.master.route import waits
+from ..runtime.process.tables import columns
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import NodeLost
 from ..session import current
@@ -74,12 +75,7 @@ class Stats(tuple[Traffic, ...]):
         for row in self:
             flows = (f for flow in (row.sent, row.received) for f in _cells(flow))
             table.append([row.at, row.peer, row.channel, row.use, *flows])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        sides = [str.ljust] * 4 + [str.rjust] * (len(head) - 4)
-        return "\n".join(
-            "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip()
-            for line in table
-        )
+        return columns(table, [str.ljust] * 4 + [str.rjust] * (len(head) - 4))
 
 
 def _cells(flow: Flow) -> Iterable[str]:

@@ -250,8 +250,6 @@ def ports_of(told: dict[str, Any]) -> dict[str, list[int]]:
     return {kind: ports for kind, ports in found.items() if ports}
 
 
-def table(found: Sequence[Found]) -> str:
-    """Returns a table with a line for each host."""
-    rows = [("host", "python", "torch", "disttensor", "protocol", "clock", "what to do"), *(f.row() for f in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+def rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
+    """Returns the rows of a table, one for each host below the head."""
+    return [("host", "python", "torch", "disttensor", "protocol", "clock", "what to do"), *(f.row() for f in found)]

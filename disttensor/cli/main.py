@@ -106,7 +106,7 @@ def _check_hosts(options: argparse.Namespace, spec: LaunchSpec) -> int:
     except (StartError, ValueError, OSError) as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
-    print(check.table(found))
+    import_module("disttensor.runtime.process.tables").show(check.rows(found))
     return int(any(each.problems for each in found))
 
 

@@ -24,6 +24,7 @@ from ..dispatch.call_site import here
 from ..dispatch.first_call import layout_of
 from ..dispatch.meta_inference import asks_always, gives_value
 from ..runtime.master.failures import line_of
+from ..runtime.process.tables import columns
 from ..runtime.protocol.allow_list import AllowList
 from ..session import current
 
@@ -87,10 +88,8 @@ class Report:
         for each in self.findings:
             times = f" ({each.times} times)" if each.times > 1 else ""
             rows.append((each.kind, each.what + times, " ".join(filter(None, (each.module, each.line))), each.do))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
         head += "it runs on a node" if self.ok else "it does not run on a node as it is"
-        lines = ["  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
+        return f"{head}\n{columns(rows)}"
 
 
 def check(model: Callable[..., Any], *args: Any, memory: int | None = None, **kwargs: Any) -> Report:

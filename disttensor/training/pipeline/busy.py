@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ...runtime.process.tables import columns
 from ...session import current
 from ...session.places import MeshPlace, Place
 from ...streams import Event, default_stream, synchronize
@@ -41,8 +42,7 @@ class Shares:
             node = f"{row.node} ({row.coordinates})" if row.coordinates else str(row.node)
             busy = f"{row.share:.0%}" if row.busy else "unknown"  # nodes that are threads can't tell
             lines.append((", ".join(map(str, row.stages)), node, busy, f"{row.expected:.0%}"))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return columns(lines)
 
     __repr__ = __str__
 

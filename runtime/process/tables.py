@@ -1,0 +1,43 @@
+"""Tables for people: columns of text, which the package rich folds where a terminal is narrower than they are."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+#: What pads a cell to a width: ``str.ljust`` or ``str.rjust``.
+Side = Callable[[str, int], str]
+
+
+def columns(rows: Sequence[Sequence[str]], sides: Sequence[Side] = ()) -> str:
+    """Returns the rows as lines whose cells stand below each other; ``sides`` are the columns', by default all left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = sides or [str.ljust] * len(widths)
+    return "\n".join(
+        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def show(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, of which the first row is the head.
+
+    On a terminal that is narrower than the table, cells go on in the next line if rich is there (the extra ``see``).
+    """
+    text = columns(rows)
+    width, height = shutil.get_terminal_size()
+    if not sys.stdout.isatty() or all(len(line) <= width for line in text.splitlines()):
+        print(text)
+        return
+    try:
+        from rich.console import Console
+        from rich.table import Column, Table
+        from rich.text import Text
+    except ImportError:
+        print(text)
+        return
+    head = [Column(Text(name), overflow="fold") for name in rows[0]]
+    table = Table(*head, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))  # no text has markup
+    Console(width=width, height=height).print(table)
