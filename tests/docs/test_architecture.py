@@ -11,7 +11,7 @@ from checkout import ROOT
 
 PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "dev").glob("*.md"))]
 LINKING = [
-    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")),
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 #: How many invariants there are.

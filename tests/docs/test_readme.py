@@ -17,6 +17,7 @@ from printed import as_shown
 from variants import variants
 
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "REFERENCE.md").read_text()
 
 
 def python(*arguments: str, cwd: Path, ignored: re.Pattern[str] | None = None) -> str:
@@ -130,13 +131,33 @@ def test_the_collectives_page(section: str, tmp_path: Path) -> None:
     assert as_shown(python("program.py", cwd=tmp_path), shown) == shown
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README)
-    assert len(links) >= 5
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_it_is_a_screen_and_a_half() -> None:
+    """Tables that grow are those of docs/REFERENCE.md."""
+    assert len(README.splitlines()) <= 90
 
 
-def test_every_example_is_in_the_readme_and_says_how_to_run_it() -> None:
+def test_the_figures_are_those_of_the_reference() -> None:
+    """Five rows in one place, each with a program that is there."""
+    rows = re.findall(r"^\| .* \| (.*[\d.]+x.*) \| .* \| `(\w+\.py)[^|]*` \|$", README, re.MULTILINE)
+    assert len(rows) == 5
+    assert [program for _, program in rows if not (ROOT / "tools" / "bench" / program).exists()] == []
+    measured = REFERENCE.partition("\n## Speed\n")[2]
+    assert [x for figures, _ in rows for x in re.findall(r"[\d.]+x", figures) if x not in measured] == []
+
+
+def test_every_page_is_in_the_reference() -> None:
+    """But for those of the site itself."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md", "REFERENCE.md"}
+    linked = set(re.findall(r"\]\((\w+\.md)", REFERENCE))
+    assert pages - linked == set()
+
+
+def test_every_page_is_in_the_sites_index() -> None:
+    listed = (ROOT / "docs" / "index.md").read_text().split()
+    assert [path.stem for path in (ROOT / "docs").glob("*.md") if path.stem not in (*listed, "index")] == []
+
+
+def test_every_example_is_in_the_reference_and_says_how_to_run_it() -> None:
     examples = sorted((ROOT / "examples").rglob("*.py"))
     assert examples
     for path in examples:
@@ -144,7 +165,7 @@ def test_every_example_is_in_the_readme_and_says_how_to_run_it() -> None:
         beside = [p.read_text() for p in path.parent.glob("*.py")]
         if any(f"from {path.stem} import" in text or f"import {path.stem}\n" in text for text in beside):
             continue  # no program, but what those beside it share
-        assert f"{name})" in README
+        assert f"../{name})" in REFERENCE
         assert re.match(rf'"""(python|srun -n \d+ dtrun) {name}', path.read_text())
 
 
@@ -156,15 +177,21 @@ def test_one_line_change(tmp_path: Path) -> None:
 @pytest.mark.row("M16")
 def test_quickstart(tmp_path: Path) -> None:
     lines = python(str(ROOT / "examples/quickstart.py"), cwd=tmp_path).splitlines()
-    assert [line.split() for line in lines[:5]] == [
-        ["z", "0", "-1"],
-        ["cuda_x", "0", "0"],
-        ["a", "1", "1"],
-        ["cuda_y", "0", "0"],
-        ["q", "0", "0"],
+    assert lines[:5] == [
+        "z = x + y           is on node 0, CPU",
+        "cuda_x = x.cuda()   is on node 0, its GPU 0 (simulated)",
+        "a                   is on node 1, its GPU 1 (simulated)",
+        "cuda_y = y.cuda()   is on node 0, its GPU 0 (simulated)",
+        "q = cuda_x + cuda_y is on node 0, its GPU 0 (simulated)",
     ]
-    accuracy = float(re.fullmatch(r"test accuracy (.*)%", lines[-1])[1])
+    accuracy = float(re.fullmatch(r"test accuracy (.*)%", lines[-4])[1])
     assert accuracy >= 95
+    said = [re.match(r"(the script|node \d), process (\d+): (?:([\d.]+) KiB)?", line) for line in lines[-3:]]
+    assert len({found[2] for found in said}) == 3
+    held = [float(found[3]) for found in said[1:]]  # parameters, gradients and two states of Adam's, 4 bytes each
+    sizes = [(64 * 128 + 128 + 128 * 64 + 64) / 64, (64 * 10 + 10) / 64]
+    assert [size <= kib < size + 8 for size, kib in zip(sizes, held, strict=True)] == [True, True]
+    assert [float(re.search(r"computed for ([\d.]+) s", line)[1]) > 0 for line in lines[-2:]] == [True, True]
 
 
 def test_sweep(tmp_path: Path) -> None:

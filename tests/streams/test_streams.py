@@ -281,9 +281,9 @@ def test_to_synchronize_is_to_wait(what: str) -> None:
 
 
 @pytest.mark.row("M14")
-def test_what_the_readme_says_to_wait_waits() -> None:
+def test_what_is_said_to_wait_waits() -> None:
     """While the node is busy none of it returns, and an operation does."""
-    [sentence] = re.findall(r"(?m)^\| wait \| (.*?)\. ", (ROOT / "README.md").read_text())
+    [sentence] = re.findall(r"(?m)^\| wait \| (.*?)\. ", (ROOT / "docs" / "REFERENCE.md").read_text())
     lines = re.findall(r"`([^`]+)`", sentence)
     assert lines == ["x.item()", "x.cpu()", "print(x)", "dt.synchronize()"]
     x, returned = torch.ones((), device="node:0"), []

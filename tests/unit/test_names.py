@@ -56,6 +56,12 @@ def named(text: str) -> list[str]:
     return re.findall(r"`(\w+)`", text)
 
 
+def test_the_page_of_docstrings_has_every_theme() -> None:
+    """docs/API.md, which `make docs` fills."""
+    told = re.findall(r"(?m)^\.\. automodule:: disttensor\.(\w+)$", (ROOT / "docs" / "API.md").read_text())
+    assert sorted(told) == sorted(THEMES)
+
+
 def test_every_public_name_is_somewhere_and_nothing_else() -> None:
     there = {name for name in vars(public) if not name.startswith("_")} - {"annotations"}
     assert there == set(FIRST)
