@@ -1,19 +1,30 @@
-"""The wheel has every module, whatever a tool has made of the link disttensor/runtime: kept it, lost it, copied it."""
+"""The wheel has every module, whatever a tool has made of the link disttensor/runtime: kept it, lost it, copied it. The
+sdist has what a clone has. What an index shows of both is whole, and has no link that leads nowhere there."""
 
 from __future__ import annotations
 
+import email
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 from limits import HANG
 
-NEEDED = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "dtrun.py")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: What git leaves out.
+IGNORED = (".git", *(name.strip("/") for name in (ROOT / ".gitignore").read_text().split()))
+#: What no wheel is made of.
+BESIDE = ("docs", "examples", "tests", "tools")
+#: What setuptools adds to an sdist. It writes a setup.cfg, too.
+ADDED = r"PKG-INFO|disttensor\.egg-info/\S+"
 MODULES = {
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "disttensor").rglob("*.py")),
     *(f"disttensor/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "runtime").rglob("*.py")),
@@ -33,15 +44,33 @@ def build(what: str, folder: Path) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """As a clone has them."""
-    folder = tmp_path / "sources"
-    folder.mkdir()
-    for name in NEEDED:
-        shutil.copy(ROOT / name, folder)
-    nothing_made = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "runtime", folder / "runtime", ignore=nothing_made)
-    shutil.copytree(ROOT / "disttensor", folder / "disttensor", symlinks=True, ignore=nothing_made)
-    return folder
+    """As a clone has them, without what a wheel needs not."""
+    ignored = shutil.ignore_patterns(*IGNORED, *BESIDE)
+    return shutil.copytree(ROOT, tmp_path / "sources", symlinks=True, ignore=ignored)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """All of them."""
+    return shutil.copytree(ROOT, tmp_path / "clone", symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+
+
+def files(folder: Path) -> set[str]:
+    """All files and links below a folder, by their paths in it."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def metadata(wheel: Path) -> Message:
+    """What an index shows of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def dead(description: str) -> list[str]:
+    """Targets of a description's links that lead nowhere on a page of their own."""
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", description) if "://" not in target]
 
 
 def contents(wheel: Path) -> set[str]:
@@ -50,7 +79,23 @@ def contents(wheel: Path) -> set[str]:
 
 def test_from_a_clone(sources: Path) -> None:
     assert (sources / "disttensor" / "runtime").is_symlink()
-    assert contents(build("wheel", sources)) == MODULES
+    wheel = build("wheel", sources)
+    assert contents(wheel) == MODULES
+    shown = metadata(wheel)
+    description = shown.get_payload(decode=True).decode()
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert description.startswith("# disttensor")
+    assert "docs/REFERENCE.md" in description
+    assert dead(description) == []
+    assert dead((ROOT / "README.md").read_text()) != []  # so that there was something to rewrite
+    assert [shown[name] for name in ("License-Expression", "Requires-Python", "Author", "Maintainer")] == [
+        PROJECT["license"],
+        PROJECT["requires-python"],
+        *[PROJECT[name][0]["name"] for name in ("authors", "maintainers")],
+    ]
+    assert shown["Keywords"].split(",") == PROJECT["keywords"]
+    assert shown.get_all("Classifier") == PROJECT["classifiers"]
+    assert shown.get_all("Provides-Extra") == list(PROJECT["optional-dependencies"])
 
 
 def test_from_a_zip_without_links(sources: Path) -> None:
@@ -67,8 +112,30 @@ def test_from_a_copy_that_has_followed_the_link(sources: Path) -> None:
     assert contents(build("wheel", sources)) == MODULES
 
 
-def test_from_an_sdist(sources: Path, tmp_path: Path) -> None:
-    with tarfile.open(build("sdist", sources)) as archive:
+def test_from_an_sdist(clone: Path, tmp_path: Path) -> None:
+    """It has all that the clone has, and the link as one, so that its tests run as well."""
+    cloned = files(clone)
+    with tarfile.open(build("sdist", clone)) as archive:
         archive.extractall(tmp_path / "sdist", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = (tmp_path / "sdist").iterdir()
+    assert {name for name in files(unpacked) if not re.fullmatch(ADDED, name)} == cloned
+    assert (unpacked / "disttensor" / "runtime").is_symlink()
     assert contents(build("wheel", unpacked)) == MODULES
+
+
+def test_all_has_every_extra_of_users() -> None:
+    """Each but those with which one works on disttensor itself."""
+    extras = PROJECT["optional-dependencies"]
+    (whole,) = extras["all"]
+    assert set(re.findall(r"[\w-]+", whole)) - {"disttensor"} == set(extras) - {"all", "docs", "dev"}
+
+
+def test_each_extra_of_users_is_named_where_it_is_needed() -> None:
+    """By a page, as an argument of pip's."""
+    named = {
+        extra
+        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for extras in re.findall(r"disttensor\[([\w,]+)\]", page.read_text())
+        for extra in extras.split(",")
+    }
+    assert set(PROJECT["optional-dependencies"]) - named == set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from configparser import ConfigParser
+import tomllib
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from msgspec.structs import replace
 from disttensor.runtime.host.capabilities import own
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.bundle import PROTOCOL
+from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 from disttensor.runtime.protocol.errors import StartError
 from disttensor.startup.start import meet
 from disttensor.torch_backend import tested_versions
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, c.Addresses(""), own())
 
 
@@ -76,6 +77,14 @@ def test_the_page_has_every_tested_torch() -> None:
     pairs = re.findall(r"(3\.\d+):(\d+\.\d+)?", (ROOT / "tools/ci/versions.sh").read_text().partition("set -- ")[2])
     newest = max((torch for _, torch, _ in ran), key=lambda release: int(release.partition(".")[2]))
     assert sorted((python, torch) for python, torch, _ in ran) == sorted((p, t or newest) for p, t in pairs)
-    settings = ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    assert settings["options"]["python_requires"] == f">={min(python for python, _, _ in ran)}"
+    pythons = sorted({python for python, _, _ in ran}, key=lambda release: int(release.partition(".")[2]))
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    named = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert named == pythons
+    (oldest,) = (need.partition(">=")[2] for need in PROJECT["dependencies"] if need.startswith("torch"))
+    assert oldest == min(tested_versions.TORCH, key=lambda release: int(release.partition(".")[2]))
+
+
+def test_one_version_is_named_everywhere() -> None:
+    cited = re.findall(r"(?m)^version: (.*)$", (ROOT / "CITATION.cff").read_text())
+    assert [PROJECT["version"], *cited] == [VERSION] * 2
