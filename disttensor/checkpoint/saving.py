@@ -74,7 +74,9 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_r
 
 
 @spelled
-def async_save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_replicas: bool = True) -> Work:
+def async_save(
+    state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_replicas: bool = True
+) -> Work[None]:
     """Saves as ``save`` does while the program goes on; returns a Work. Its ``wait()`` returns when all is on the disk.
 
         >>> work = dt.checkpoint.async_save({"model": model, "optim": optimizer}, "/shared/run1")
@@ -157,7 +159,7 @@ class Saves:
         return [] if unasked is None else [unasked]
 
 
-class _Saving(Work):
+class _Saving(Work[None]):
     """A save that goes on beside the script, in a thread of its own."""
 
     def __init__(self, job: _Job) -> None:

@@ -41,7 +41,7 @@ def all_reduce(
     out: Tensors | None = None,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work | None: ...
+) -> Work[Tensors] | None: ...
 
 
 @overload
@@ -53,7 +53,7 @@ def all_reduce(
 @overload
 def all_reduce(
     tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True], over: str | Sequence[str]
-) -> Work: ...
+) -> Work[DistributedTensor]: ...
 
 
 def all_reduce(
@@ -65,7 +65,7 @@ def all_reduce(
     is_leaf: IsLeaf | None = None,
     algorithm: Algorithm = None,
     **options: Any,
-) -> Work | Reduced | DistributedTensor | None:
+) -> Work[Any] | Reduced | DistributedTensor | None:
     """Reduces tensors over the nodes: each becomes the reduction of all, with the same bits on every node.
 
     Returns at once. An operation that uses the tensors later waits for them on its node.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -198,7 +198,7 @@ class _All(Arrival):
         when_all(self._transfers, fn)
 
 
-class CollectiveWork(Work):
+class CollectiveWork(Work[Any]):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
     def __init__(
@@ -240,10 +240,10 @@ class CollectiveWork(Work):
             self._waited()
         return done
 
-    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+    def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Has ``fn(self)`` called once the collective has ended, as any Work."""
 
-        def call(work: Work) -> None:
+        def call(work: Self) -> None:
             self._waited()
             fn(work)
 

@@ -73,7 +73,7 @@ def rows_of(rows: Sequence[Tensors], tensors: Tensors, what: str) -> None:
 @spelled
 def all_gather_into_tensor(
     outs: Tensors, tensors: Tensors, group: Group | None = None, async_op: bool = False
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Gathers all tensors on every node as one: each of ``outs`` becomes ``torch.cat(tensors)``. Returns at once.
 
     Args:

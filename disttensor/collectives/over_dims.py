@@ -205,7 +205,7 @@ def all_reduce_(
     over: Over | None = None,
     async_op: bool = False,
     transport: torch.dtype | None = None,
-) -> DistributedTensor | Work:
+) -> DistributedTensor | Work[DistributedTensor]:
     """Writes the reduction over dims of a mesh into a tensor there, and returns it. Returns at once.
 
     Args:
@@ -280,7 +280,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 @spelled
-def all_gather(x: DistributedTensor, over: str, dim: int = 0, async_op: bool = False) -> DistributedTensor | Work:
+def all_gather(
+    x: DistributedTensor, over: str, dim: int = 0, async_op: bool = False
+) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the tensors of all ranks along a dim of the mesh, joined in dimension ``dim``, on each of them. Returns
     at once, with ``async_op`` a Work that gives the tensor; the gradient is a reduce_scatter.
 
@@ -297,7 +299,7 @@ def all_gather(x: DistributedTensor, over: str, dim: int = 0, async_op: bool = F
 @spelled
 def reduce_scatter(
     x: DistributedTensor, op: Any = ReduceOp.SUM, over: str = "", dim: int = 0, async_op: bool = False
-) -> DistributedTensor | Work:
+) -> DistributedTensor | Work[DistributedTensor]:
     """Returns a part of the reduction over a dim of the mesh: dimension ``dim`` is cut among its ranks. Returns at
     once, with ``async_op`` a Work that gives the tensor; the gradient is an all_gather.
 
@@ -316,7 +318,7 @@ def reduce_scatter(
 @spelled
 def all_to_all(
     x: DistributedTensor, over: str, split: int = 0, cat: int = 0, async_op: bool = False
-) -> DistributedTensor | Work:
+) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the parts of all ranks along a dim of the mesh that are this rank's: dimension ``split`` is cut among the
     ranks, and what comes is joined in dimension ``cat``. Returns at once, with ``async_op`` a Work that gives the
     tensor; the gradient goes the way back.
@@ -331,7 +333,9 @@ def all_to_all(
 
 
 @spelled
-def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool = False) -> DistributedTensor | Work:
+def permute_ranks(
+    x: DistributedTensor, over: str, by: int = 1, async_op: bool = False
+) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the tensor of the rank ``by`` places before, along a dim of the mesh, around its end. Returns at once,
     with ``async_op`` a Work that gives the tensor; the gradient goes the way back.
 
@@ -346,7 +350,9 @@ def permute_ranks(x: DistributedTensor, over: str, by: int = 1, async_op: bool =
 
 
 @spelled
-def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = False) -> DistributedTensor | Work:
+def broadcast(
+    x: DistributedTensor, over: str, src: int = 0, async_op: bool = False
+) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the tensor of one rank along a dim of the mesh, on all of them. Returns at once, with ``async_op`` a Work
     that gives the tensor; the gradient is the sum of theirs, on that rank, and zero on the others.
 
@@ -365,7 +371,7 @@ def broadcast(x: DistributedTensor, over: str, src: int = 0, async_op: bool = Fa
 # ---- for those who gather and reduce many tensors as one -------------------------------------------------------------
 
 
-def gather_parts(x: Any, over: str, beside: bool) -> tuple[list[DistributedTensor], Work | None]:
+def gather_parts(x: Any, over: str, beside: bool) -> tuple[list[DistributedTensor], Work[Any] | None]:
     """Returns the tensors of all ranks along a dim, at once and without gradients. What comes next on the nodes runs
     ``beside`` the collective, unless it uses them; ``x`` must not be written then."""
     place = on_mesh(x, "all_gather")
@@ -375,7 +381,7 @@ def gather_parts(x: Any, over: str, beside: bool) -> tuple[list[DistributedTenso
     return outs, call.result("all_gather", place, lambda: outs) if beside else None
 
 
-def reduce_parts(pieces: Sequence[Any], op: str, over: str, beside: bool) -> tuple[DistributedTensor, Work | None]:
+def reduce_parts(pieces: Sequence[Any], op: str, over: str, beside: bool) -> tuple[DistributedTensor, Work[Any] | None]:
     """Returns the reduction of what all ranks along a dim have for this one, ``pieces`` in their order; as
     ``gather_parts``."""
     x = pieces[0]

@@ -32,12 +32,12 @@ from .tensor_collectives import send
 PATIENCE = 300.0
 
 
-def isend(tensor: torch.Tensor, target: torch.Tensor) -> Work:
+def isend(tensor: torch.Tensor, target: torch.Tensor) -> Work[torch.Tensor]:
     """Begins to copy ``tensor`` into ``target``, on another node: ``send(tensor, target, async_op=True)``."""
-    return cast(Work, send(tensor, target, async_op=True))
+    return cast(Work[torch.Tensor], send(tensor, target, async_op=True))
 
 
-def irecv(target: torch.Tensor, tensor: torch.Tensor) -> Work:
+def irecv(target: torch.Tensor, tensor: torch.Tensor) -> Work[torch.Tensor]:
     """Begins to copy ``tensor``, on another node, into ``target``: ``recv(target, tensor, async_op=True)``."""
     return isend(tensor, named(target, "irecv: the target"))
 
@@ -66,7 +66,7 @@ class P2POp:
 
 
 @spelled
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work[torch.Tensor]]:
     """Begins all messages of a batch, in whichever order their ends are listed, and returns a Work for each op at once.
 
     The two ends of a message are two ops, as each rank of torch.distributed lists its own: one that sends from node a

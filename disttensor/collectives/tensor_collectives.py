@@ -54,7 +54,7 @@ def all_reduce(
     out: Tensors | None = None,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Reduces tensors over the nodes: each becomes the reduction of all, with the same bits on every node.
 
     ``disttensor.all_reduce`` calls this function unless ``op`` is a function, and describes the arguments. ``result()``
@@ -86,7 +86,7 @@ def reduce(
     *,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work | None:
+) -> Work[torch.Tensor] | None:
     """Reduces tensors onto one node: the tensor on node ``dst`` becomes the reduction of all. Returns at once.
 
     Args:
@@ -123,7 +123,7 @@ def broadcast(
     async_op: bool = False,
     *,
     algorithm: Algorithm = None,
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Copies one node's tensor into the tensors of all others. Returns at once.
 
     Args:
@@ -159,7 +159,7 @@ def all_gather(
     async_op: bool = False,
     *,
     algorithm: Algorithm = None,
-) -> Work | None:
+) -> Work[Sequence[Tensors]] | None:
     """Gathers all tensors on every node: ``tensor_lists[i][j]`` becomes ``tensors[j]``. Returns at once.
 
     Args:
@@ -199,7 +199,7 @@ def all_gather(
 @spelled
 def gather(
     tensors: Tensors, gather_list: Tensors, dst: int, group: Group | None = None, async_op: bool = False
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Gathers all tensors on one node: ``gather_list[j]`` becomes ``tensors[j]``. Returns at once.
 
     Args:
@@ -226,7 +226,7 @@ def gather(
 @spelled
 def scatter(
     tensors: Tensors, scatter_list: Tensors, src: int, group: Group | None = None, async_op: bool = False
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Scatters one node's tensors over all nodes: ``tensors[j]`` becomes ``scatter_list[j]``. Returns at once.
 
     Args:
@@ -260,7 +260,7 @@ def reduce_scatter(
     *,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work | None:
+) -> Work[Tensors] | None:
     """Reduces lists of tensors over the nodes and scatters the results: ``tensors[j]`` becomes the reduction of all
     ``input_lists[i][j]``. Returns at once.
 
@@ -298,7 +298,7 @@ def reduce_scatter(
 @spelled
 def all_to_all(
     output_lists: Sequence[Tensors], input_lists: Sequence[Tensors], group: Group | None = None, async_op: bool = False
-) -> Work | None:
+) -> Work[Sequence[Tensors]] | None:
     """Transposes lists of tensors: ``output_lists[i][j]`` becomes ``input_lists[j][i]``. Returns at once.
 
     Args:
@@ -335,7 +335,9 @@ def all_to_all(
 
 
 @spelled
-def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, async_op: bool = False) -> Work | None:
+def sendreceive(
+    tensors: Tensors, shift: int = 1, group: Group | None = None, async_op: bool = False
+) -> Work[Tensors] | None:
     """Shifts tensors around the ring of nodes: each becomes the tensor of the node ``shift`` places before its own.
     Returns at once.
 
@@ -359,7 +361,7 @@ def sendreceive(tensors: Tensors, shift: int = 1, group: Group | None = None, as
 
 
 @spelled
-def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> Work | None:
+def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> Work[torch.Tensor] | None:
     """Copies ``tensor`` into ``target``, a tensor of the same shape and dtype on another node. Returns at once.
 
     (``tensor.to("node:1")`` makes a new tensor.) With ``async_op=True`` returns a Work, whose ``result()`` is
@@ -375,13 +377,13 @@ def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> 
 
 
 @spelled
-def recv(target: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Work | None:
+def recv(target: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> Work[torch.Tensor] | None:
     """Copies ``tensor``, which is on another node, into ``target``: ``send`` with its operands the other way around."""
     return send(tensor, named(target, "recv: the target"), async_op)
 
 
 @spelled
-def barrier(group: Group | None = None, async_op: bool = False) -> Work | None:
+def barrier(group: Group | None = None, async_op: bool = False) -> Work[None] | None:
     """Has the nodes of the group (default: all) wait until each has done everything that was issued to it before.
 
     The nodes wait for each other and the script for none: this returns at once (with ``async_op=True`` a Work);

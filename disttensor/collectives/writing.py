@@ -29,7 +29,7 @@ _EXACTLY = 1 << 22
 class Writing:
     """One asynchronous collective, and the views that can't be used before its end has been waited for."""
 
-    def __init__(self, work: Work, ended: Transfer, site: Site | None) -> None:
+    def __init__(self, work: Work[Any], ended: Transfer, site: Site | None) -> None:
         """``ended`` tells when the collective has ended. It must not hold the tensors, nor this object the handles that
         hold it: the collector does not know handles, so it would never free such a cycle."""
         self._work, self._text, self._ended = weakref.ref(work), work._text, ended
@@ -69,7 +69,7 @@ class Writing:
         )
 
 
-def guard(written: Sequence[Any], work: Work, end_of: Callable[[], Transfer], site: Site | None) -> Writing | None:
+def guard(written: Sequence[Any], work: Work[Any], end_of: Callable[[], Transfer], site: Site | None) -> Writing | None:
     """Refuses uses of the other views of what a collective writes, until a wait for its end. ``end_of()`` makes what
     tells of that end. Returns None where there are no such views, which costs a look at each tensor."""
     shared = [tensor for tensor in written if _is_shared(tensor)]

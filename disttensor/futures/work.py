@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -28,9 +28,12 @@ from ..session.session import Session
 from ..session.transfers import when_done
 from .not_yet import NotYet
 
+T_co = TypeVar("T_co", covariant=True)
+W = TypeVar("W", bound="Work[Any]")
 
-class Work(NotYet):
-    """A transfer or collective under way, as ``torch.distributed``'s Work and Future.
+
+class Work(NotYet, Generic[T_co]):
+    """A transfer, collective or function under way, as torch.distributed's Work and Future. A ``Work[T]`` gives a T.
 
     Any thread may use a Work, any number of times. A Work that is dropped goes on, and is freed at its end; if it fails
     then, ``dt.synchronize()`` or the end of the session raises the error.
@@ -62,8 +65,8 @@ class Work(NotYet):
             del self  # which may have the error, whose frames have this one: a circle that keeps a user's tensors
         return True
 
-    def result(self, timeout: float | timedelta | None = None) -> torch.Tensor:
-        """Waits, and returns the tensor: the same object each time. Raises as ``wait``."""
+    def result(self, timeout: float | timedelta | None = None) -> T_co:
+        """Waits, and returns the result: the same object each time. Raises as ``wait``."""
         try:
             self.wait(timeout)
             return self._value()
@@ -87,7 +90,7 @@ class Work(NotYet):
             del self  # as in ``wait``
         return None
 
-    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+    def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Has ``fn(self)`` called once the work has ended, well or not; soon if it has ended already. Returns at once.
 
         The callbacks of a session run one after the other, in a thread of their own. An error of a callback is logged.
@@ -96,11 +99,11 @@ class Work(NotYet):
         callbacks.start()
         when_done(self._transfer, partial(callbacks.put, partial(fn, self)))
 
-    def __await__(self) -> Generator[Any, None, torch.Tensor]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         """``await work`` is ``work.result()`` without blocking the event loop. Cancelling the task ends the waiting."""
         return self._awaited().__await__()
 
-    async def _awaited(self) -> torch.Tensor:
+    async def _awaited(self) -> T_co:
         if not self.is_completed():
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[None] = loop.create_future()
@@ -131,7 +134,7 @@ class Work(NotYet):
     def _end(self, timeout: float | None) -> None:
         self._session.transfers.end(self._transfer, self._node, timeout)
 
-    def _value(self) -> torch.Tensor:
+    def _value(self) -> T_co:
         return self._transfer.tensor  # type: ignore[attr-defined, no-any-return]
 
     def __repr__(self) -> str:
@@ -140,7 +143,7 @@ class Work(NotYet):
 
 
 @spelled
-def fetch(tensor: torch.Tensor) -> Work:
+def fetch(tensor: torch.Tensor) -> Work[torch.Tensor]:
     """Begins to copy a tensor from its node, and returns a Work at once. Its ``result()`` is the local tensor.
 
     The local tensor has the shape and dtype of ``tensor``, its values at the time of this call whatever is written to
@@ -161,7 +164,7 @@ def fetch(tensor: torch.Tensor) -> Work:
 
 
 @spelled
-def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None) -> Iterator[Work]:
+def as_completed(works: Iterable[W], timeout: float | timedelta | None = None) -> Iterator[W]:
     """Yields the works in the order in which they end, well or not, from whichever node. Waits for the next one.
 
     Raises TimeoutError when some have not ended ``timeout`` seconds after the first is asked for (they go on).
@@ -172,29 +175,29 @@ def as_completed(works: Iterable[Work], timeout: float | timedelta | None = None
     """
     seconds = seconds_of(timeout)
     deadline = None if seconds is None else time.monotonic() + seconds
-    under_way = UnderWay()
+    under_way = UnderWay[W]()
     for work in dict.fromkeys(works):
         under_way.add(work)
     while under_way:
         yield under_way.next(deadline)
 
 
-class UnderWay:
+class UnderWay(Generic[W]):
     """Works of which the next one to end is waited for; more may come at any time. Used by one thread."""
 
     def __init__(self) -> None:
-        self._left: dict[Work, None] = {}
-        self._ended = deque[Work]()
+        self._left: dict[W, None] = {}
+        self._ended = deque[W]()
         self._waiting: list[Request] = []
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: W) -> None:
         self._left[work] = None
         when_done(work._transfer, partial(self._end, work))
 
-    def next(self, deadline: float | None = None) -> Work:
+    def next(self, deadline: float | None = None) -> W:
         """Waits for the next work to end, well or not, and returns it. Raises TimeoutError at ``deadline``."""
         while True:
             if not self._ended:
@@ -204,13 +207,13 @@ class UnderWay:
                 del self._left[work]
                 return work
 
-    def _end(self, work: Work) -> None:  # called in any thread
+    def _end(self, work: W) -> None:  # called in any thread
         self._ended.append(work)
         for request in self._waiting:
             request.resolve()
 
 
-def _wait_for_any(works: Iterable[Work], ended: deque[Work], waiting: list[Request], deadline: float | None) -> None:
+def _wait_for_any(works: Iterable[W], ended: deque[W], waiting: list[Request], deadline: float | None) -> None:
     """Waits until ``ended`` is not empty. ``waiting`` gets the request that is resolved when a work is put there."""
     for work in works:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())

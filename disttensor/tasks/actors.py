@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Concatenate, Generic, NoReturn, Self, TypeVar, overload
 
 import torch
 
 from ..dispatch.call_site import here
+from ..futures.work import T_co
 from ..meshes.mesh import Mesh
 from ..proxy.meta import Handle, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
@@ -34,18 +35,51 @@ from ..streams import Stream
 from .announcing import Announcing
 from .calls import Call
 from .functions import least_loaded
+from .signatures import A, B, C, D, Given, Node, P, R
 from .submitted import Submitted
 
+K = TypeVar("K")
 
+
+@overload
+def actor(kind: Callable[..., K], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[Concatenate[A, ...], K], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
+@overload
 def actor(
-    kind: type,
+    kind: Callable[Concatenate[A, B, ...], K], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
+) -> Actor[K]: ...
+@overload
+def actor(
+    kind: Callable[Concatenate[A, B, C, ...], K],
+    a: Given[A],
+    b: Given[B],
+    c: Given[C],
+    /,
+    *,
+    node: Node | None,
+    **kwargs: Any,
+) -> Actor[K]: ...
+@overload
+def actor(
+    kind: Callable[Concatenate[A, B, C, D, ...], K], a: Given[A], b: Given[B], c: Given[C], d: Given[D], /,
+    *args: Any, node: Node | None, **kwargs: Any,
+) -> Actor[K]: ...  # fmt: skip
+@overload
+def actor(kind: Callable[..., K], /, *args: Any, returns: Any, **kwargs: Any) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[..., K], /, *args: Any, raises: Any, **kwargs: Any) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[P, K], /, *args: P.args, **kwargs: P.kwargs) -> Actor[K]: ...
+def actor(  # type: ignore[misc]  # of an __init__ that takes a ``node``, this one has it
+    kind: Any,
     /,
     *args: Any,
-    node: int | str | torch.device | None = None,
+    node: Node | None = None,
     returns: Any = (),
     raises: Any = (),
     **kwargs: Any,
-) -> Actor:
+) -> Any:
     """Makes an object of a class on a node, and returns its handle at once.
 
         >>> class Counter:
@@ -109,8 +143,31 @@ def _default(session: Session) -> int:
     return least_loaded(session, [node for node in nodes if there[node] == fewest] or None)
 
 
-class Actor:
+class _Method(partial["ActorWork[Any]"]):
+    """A method of a handle: what is to be called, with the name, the docstring and the signature of the class's."""
+
+    method: Any  #: that of the class
+    __name__: str
+    __qualname__: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Returns that of the class's method without ``self``, and with a Work of what it returns."""
+        found = inspect.signature(self.method)
+        kind, name = self.func.__self__._kind, self.args[0]  # type: ignore[attr-defined]
+        if not isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod)):
+            found = found.replace(parameters=list(found.parameters.values())[1:])
+        gives = found.return_annotation
+        if gives is not found.empty:
+            gives = f"Submitted[{gives}]" if isinstance(gives, str) else Submitted[gives]  # type: ignore[valid-type]
+        return found.replace(return_annotation=gives)
+
+
+class Actor(Generic[K]):
     """The handle of an actor, which ``dt.actor`` makes. Its methods are those of the class, and return Works.
+
+    ``handle[Class.method](...)`` is ``handle.method(...)`` in a form that a type checker can follow: it knows the
+    arguments and the result.
 
     Attributes:
         node: the number of its node.
@@ -118,22 +175,22 @@ class Actor:
     """
 
     def __init__(
-        self, session: Session, place: Place, kind: type, args: Any, kwargs: Any, site: Any, announcing: Announcing
+        self, session: Session, place: Place, kind: type[K], args: Any, kwargs: Any, site: Any, announcing: Announcing
     ) -> None:
         self._announcing = announcing
         self.node = place.node
         self._session, self._place, self._kind, self._site = session, place, kind, site
-        self._closing: ActorWork | None = None
+        self._closing: ActorWork[None] | None = None
         where = session.places.at(place.node, "cpu")
         handle = Handle(new_ref(), meta_of((1,), contiguous((1,)), 0, torch.int64, where))
         token: Any = proxy(handle)
         self._kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
         seed = session.places.own_seed()
         arguments = (kind, args, kwargs, kind.__qualname__, seed)
-        self.ready = self._issue(node_side.make, arguments, f"{kind.__qualname__}()", made=handle.ref)
+        self.ready: ActorWork[None] = self._issue(node_side.make, arguments, f"{kind.__qualname__}()", made=handle.ref)
         session.part(Actors).living.add(self)
 
-    def close(self) -> ActorWork:
+    def close(self) -> ActorWork[None]:
         """Ends the actor after what was issued, by its ``close()``, if it has one; returns a Work at once.
 
         A second call returns the same Work. What is called later raises DisttensorError.
@@ -152,7 +209,7 @@ class Actor:
 
     def _issue(
         self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0, method: Any = None
-    ) -> ActorWork:
+    ) -> ActorWork[Any]:
         """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns;
         ``method``: that of the class which it calls."""
         waits("an actor's call")
@@ -167,7 +224,7 @@ class Actor:
         except NodeLost as error:
             raise _named(error, self._kind) from None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., ActorWork[Any]]:
         if name.startswith("__") or "_kind" not in self.__dict__:
             raise AttributeError(name)
         kind = self._kind
@@ -184,15 +241,28 @@ class Actor:
             raise AttributeError(
                 f"{kind.__qualname__}.{name} is no method; an actor is on its node, and a method can return what it has"
             )
+        bound = _Method(self._call, name)
+        bound.method, bound.__doc__ = method, method.__doc__
+        bound.__name__, bound.__qualname__ = name, f"{kind.__qualname__}.{name}"
+        return bound
+
+    def __getitem__(self, method: Callable[Concatenate[K, P], R]) -> Callable[P, ActorWork[R]]:
+        """Returns ``handle.method`` for a method of the class, with the types that it has there.
+
+        Raises TypeError for what is not a method of the class.
+        """
+        name = getattr(method, "__name__", "")
+        if not any(vars(base).get(name) is method for base in self._kind.__mro__):
+            raise TypeError(f"{self}[...] takes a method of {self._kind.__qualname__}, and {shown(method)} is not one")
         return partial(self._call, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ActorWork:
+    def __call__(self, *args: Any, **kwargs: Any) -> ActorWork[Any]:
         """Calls the object itself: ``__call__`` of its class."""
         if not any("__call__" in vars(base) for base in self._kind.__mro__):
             raise TypeError(f"{self._kind.__qualname__} can't be called: it has no __call__")
         return self._call("__call__", *args, **kwargs)
 
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> ActorWork:
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> ActorWork[Any]:
         kind, what = self._kind, f"{self._kind.__qualname__}.{name}()"
         method, static = getattr(kind, name), inspect.getattr_static(kind, name)
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
@@ -203,7 +273,7 @@ class Actor:
             method = kind.forward
         return self._issue(node_side.call, (self._alive()[0], name, args, kwargs), what, method=method)
 
-    def __enter__(self) -> Actor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
@@ -224,10 +294,10 @@ class Actor:
         return f"<actor {self._kind.__qualname__} on node {self.node}>"
 
 
-class ActorWork(Submitted):
+class ActorWork(Submitted[T_co]):
     """A call of an actor on its way."""
 
-    def __init__(self, actor: Actor, call: Call, stream: Stream, what: str, made: int) -> None:
+    def __init__(self, actor: Actor[Any], call: Call, stream: Stream, what: str, made: int) -> None:
         """``made``: the ref of the actor's token, if that is what the call makes."""
         super().__init__(actor._session, [call], what, None)
         self._kind = actor._kind  # and not the handle, whose end is the actor's
@@ -253,7 +323,7 @@ class Actors:
     """The actors of one session that have not been closed."""
 
     def __init__(self) -> None:
-        self.living: weakref.WeakSet[Actor] = weakref.WeakSet()
+        self.living: weakref.WeakSet[Actor[Any]] = weakref.WeakSet()
 
     def finish(self, deadline: float | None) -> list[Exception]:
         """Ends them all, at the session's end, which waits for what was issued, and tells what has failed."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Generic
 
 from ..errors.missing import advised
+from ..futures.work import T_co
 from ..proxy.meta import Handle, meta_told, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.failures import Site, in_short, line_of
@@ -35,7 +36,7 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).rpartition("<locals>.")[2][:100]
 
 
-class Each:
+class Each(Generic[T_co]):
     """An argument of ``run`` on several nodes, or on a mesh, that is ``values[i]`` on the i-th of them.
 
     ``run`` raises ValueError unless there is one value per node.
@@ -44,7 +45,7 @@ class Each:
         [4, 9]
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[T_co]) -> None:
         self.values = values
 
 

@@ -43,7 +43,7 @@ class Item:
     """A call that is due: its future, what begins it, what it is in words, and how often it may be given again to
     another node."""
 
-    def __init__(self, call: Callable[..., Submitted], what: str, site: Site | None, retries: int) -> None:
+    def __init__(self, call: Callable[..., Submitted[Any]], what: str, site: Site | None, retries: int) -> None:
         self.future: Future[Any] = Future()
         self.call, self.what, self.site, self.retries = call, what, site, retries
 
@@ -60,7 +60,7 @@ class Dispatcher:
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waiting: Request | None = None
         self._pending = deque[Item]()
-        self._running: dict[Submitted, tuple[int, Item]] = {}  #: with the nodes
+        self._running: dict[Submitted[Any], tuple[int, Item]] = {}  #: with the nodes
         self._left: dict[Item, None] = {}  #: all whose futures have not ended
         self._settled: list[threading.Event] = []  #: set when there is nothing to do
         self._closing = threading.Lock()
@@ -194,7 +194,7 @@ class Dispatcher:
             self._running[work] = node, item
             work.tell(partial(self._put, partial(self._ended, work)))
 
-    def _ended(self, work: Submitted) -> None:
+    def _ended(self, work: Submitted[Any]) -> None:
         node, item = self._running.pop(work)
         self._slots.give_back(node)
         error = work.exception()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Concatenate, overload
 
 import torch
 
@@ -24,14 +24,114 @@ from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from .calls import Call, Calls, Each, first_of, name_of
 from .process_groups import worlds_of
+from .signatures import A, B, C, D, Given, GivenEach, Node, Nodes, P, R
 from .targets import Targets
 
 
+@overload
+def run(fn: Callable[..., R], /, *, node: Node | None, **kwargs: Any) -> R: ...
+@overload
+def run(fn: Callable[Concatenate[A, ...], R], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> R: ...
+@overload
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[Concatenate[A, B, ...], R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
+) -> R: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: Given[A],
+    b: Given[B],
+    c: Given[C],
+    /,
+    *,
+    node: Node | None,
+    **kwargs: Any,
+) -> R: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: Given[A],
+    b: Given[B],
+    c: Given[C],
+    d: Given[D],
+    /,
     *args: Any,
-    node: int | str | torch.device | Iterable[int] | Mesh | None = None,
-    nodes: Iterable[int] | Mesh | None = None,
+    node: Node | None,
+    **kwargs: Any,
+) -> R: ...
+@overload
+def run(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
+) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    /,
+    *,
+    node: Nodes,
+    **kwargs: Any,
+) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    d: GivenEach[D],
+    /,
+    *args: Any,
+    node: Nodes,
+    **kwargs: Any,
+) -> list[R]: ...
+@overload
+def run(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
+) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    /,
+    *,
+    nodes: Nodes,
+    **kwargs: Any,
+) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    d: GivenEach[D],
+    /,
+    *args: Any,
+    nodes: Nodes,
+    **kwargs: Any,
+) -> list[R]: ...
+@overload
+def run(fn: Callable[..., R], /, *args: Any, returns: Any, **kwargs: Any) -> R: ...
+@overload
+def run(fn: Callable[..., R], /, *args: Any, raises: Any, **kwargs: Any) -> R: ...
+@overload
+def run(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one has it
+    fn: Any,
+    *args: Any,
+    node: Node | Nodes | None = None,
+    nodes: Nodes | None = None,
     **kwargs: Any,
 ) -> Any:
     """Runs ``fn(*args, **kwargs)`` on a node (the current one by default), waits for it, and returns its result.

@@ -126,7 +126,7 @@ class _Mapping:
         self._session, self._fn, self._items, self._slots = session, fn, items, slots
         self._ordered, self._retries, self._back, self._site = ordered, retries, back, here(3)
         self._again = deque[tuple[int, tuple[Any, ...], int]]()  #: (number, item, retries left) of nodes that were lost
-        self._running: dict[int, tuple[Submitted, int, tuple[Any, ...], int]] = {}  #: by number
+        self._running: dict[int, tuple[Submitted[Any], int, tuple[Any, ...], int]] = {}  #: by number
         self._ended = deque[int]()  #: numbers, appended in any thread
         self._done: dict[int, Any] = {}  #: results that were not taken
         self._next, self._taken, self._all = 0, 0, False

@@ -23,7 +23,7 @@ from ..dispatch.copies import move, upload
 from ..dispatch.first_call import layout_of
 from ..dispatch.lazy_views import materialise
 from ..errors.missing import REMEDY, culprit
-from ..futures.work import Work
+from ..futures.work import T_co, Work
 from ..proxy.proxy import DistributedTensor
 from ..runtime.node.user_functions import MAX_PICKLE
 from ..runtime.process.signals import uninterrupted
@@ -39,7 +39,7 @@ from .reloaded_modules import Modules
 PIECE = 512 << 10
 
 
-class Result(Work):
+class Result(Work[T_co]):
     """A Work whose result lies on a node, where other functions may use it."""
 
     def on_node(self, place: Place) -> int:
@@ -63,14 +63,14 @@ class Keep:
         token."""
         self.token = token
         self.tensors: list[DistributedTensor] = []
-        self.results: dict[int, Result] = {}  #: by ref
+        self.results: dict[int, Result[Any]] = {}  #: by ref
         self.classes: set[type] = set()  #: of users' objects among them that may come back
         self._copies: dict[int, tuple[Any, DistributedTensor]] = {}  #: by id: (the tensor, so that it stays, its copy)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.results)
 
-    def result(self, work: Result, place: Place) -> int | None:
+    def result(self, work: Result[Any], place: Place) -> int | None:
         """Keeps a result, and returns its ref; None where it is not of that node."""
         ref = work.on_node(place)
         if ref:

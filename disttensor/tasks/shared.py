@@ -30,7 +30,7 @@ class Ref(Shared):
         self._session = session
         self._lock = threading.RLock()
         self._ready = Ready()
-        self._kept: dict[int, Submitted] = {}  #: by node: the Work of what keeps it there
+        self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
 
     def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet."""
@@ -42,7 +42,7 @@ class Ref(Shared):
                 kept = self._kept[place.node] = self._send(place)
             return shared_objects.get, (kept,)
 
-    def _send(self, place: Place) -> Submitted:
+    def _send(self, place: Place) -> Submitted[Any]:
         session, site = self._session, here()
         call = Call(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
         try:

@@ -6,15 +6,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-import torch
+from typing import Any, Concatenate, overload
 
 from ..dispatch.call_site import here
 from ..errors.missing import advised
-from ..meshes.mesh import Mesh
+from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Site
 from ..runtime.master.requests import Request, Told
@@ -32,17 +30,125 @@ from .calls import Call, Each, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
 from .sending import Result
+from .signatures import A, B, C, D, Given, GivenEach, Node, Nodes, P, R
 from .targets import Targets
 
 
+@overload
+def submit(fn: Callable[..., R], /, *, node: Node | None, **kwargs: Any) -> Submitted[R]: ...
+@overload
 def submit(
-    fn: Callable[..., Any],
+    fn: Callable[Concatenate[A, ...], R], a: Given[A], /, *, node: Node | None, **kwargs: Any
+) -> Submitted[R]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, ...], R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
+) -> Submitted[R]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: Given[A],
+    b: Given[B],
+    c: Given[C],
+    /,
+    *,
+    node: Node | None,
+    **kwargs: Any,
+) -> Submitted[R]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: Given[A],
+    b: Given[B],
+    c: Given[C],
+    d: Given[D],
+    /,
     *args: Any,
-    node: int | str | torch.device | Iterable[int] | Mesh | None = None,
-    nodes: Iterable[int] | Mesh | None = None,
+    node: Node | None,
+    **kwargs: Any,
+) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    /,
+    *,
+    node: Nodes,
+    **kwargs: Any,
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    d: GivenEach[D],
+    /,
+    *args: Any,
+    node: Nodes,
+    **kwargs: Any,
+) -> Submitted[list[R]]: ...
+@overload
+def submit(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    /,
+    *,
+    nodes: Nodes,
+    **kwargs: Any,
+) -> Submitted[list[R]]: ...
+@overload
+def submit(
+    fn: Callable[Concatenate[A, B, C, D, ...], R],
+    a: GivenEach[A],
+    b: GivenEach[B],
+    c: GivenEach[C],
+    d: GivenEach[D],
+    /,
+    *args: Any,
+    nodes: Nodes,
+    **kwargs: Any,
+) -> Submitted[list[R]]: ...
+@overload
+def submit(fn: Callable[..., R], /, *args: Any, beside: bool, **kwargs: Any) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[..., R], /, *args: Any, returns: Any, **kwargs: Any) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[..., R], /, *args: Any, raises: Any, **kwargs: Any) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]: ...
+def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this one has it
+    fn: Any,
+    *args: Any,
+    node: Node | Nodes | None = None,
+    nodes: Nodes | None = None,
     beside: bool = False,
     **kwargs: Any,
-) -> Submitted:
+) -> Any:
     """Does what ``run`` does without waiting: returns a Work at once, whose ``result()`` is what the function returns.
 
         >>> works = [dt.submit(pow, k, 2, node=k) for k in (0, 1)]
@@ -107,7 +213,7 @@ def begin(
     beside: bool,
     announcing: Announcing | None = None,
     what: str = "",
-) -> Submitted:
+) -> Submitted[Any]:
     """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's.
     ``announcing``, ``what``: as for Call."""
     what = what or f"{name_of(fn)}()"
@@ -128,10 +234,10 @@ def issue(
     as_ranks: bool = False,
     beside: bool = False,
     streams: Sequence[Stream] = (),
-) -> Submitted:
+) -> Submitted[Any]:
     """Has calls that were sent begin, each in its turn on its node, and returns their Work. Their result is a list
     where there are ``targets``, else that of the only one. ``streams``: one for each, on which it runs."""
-    work = Submitted(session, calls, what, targets)
+    work: Submitted[Any] = Submitted(session, calls, what, targets)
     lanes = list(streams)
     with contextlib.ExitStack() as turn:
         if as_ranks and targets is not None:
@@ -247,7 +353,7 @@ def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, ex
         session.link.wait(request, timeout, until=ticket.is_completed, explain=explain)
 
 
-class Submitted(Result):
+class Submitted(Result[T_co]):
     """A function on its way, on one node or several: what ``dt.submit`` returns, and an actor's methods.
 
     It is a ``dt.futures.Work`` that can be cancelled too.

@@ -49,7 +49,7 @@ def reduce_gradients(
     skip: Sequence[str] = (),
     contributors: Sequence[int] | None = None,
     async_op: Literal[True],
-) -> Work: ...
+) -> Work[torch.nn.Module]: ...
 
 
 def reduce_gradients(
@@ -62,7 +62,7 @@ def reduce_gradients(
     skip: Sequence[str] = (),
     contributors: Sequence[int] | None = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Work[torch.nn.Module] | None:
     """Reduces the gradients of a module on a mesh over a dim, in place. Returns at once; what comes next on the nodes
     waits.
 
@@ -176,7 +176,7 @@ def _reduced(
     return _Pack(flat, tensors, work if async_op else None)
 
 
-class _Reducing(Work):
+class _Reducing(Work[torch.nn.Module]):
     """Gradients that are being reduced: ``wait`` writes them where they belong, once."""
 
     def __init__(

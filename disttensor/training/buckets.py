@@ -99,7 +99,7 @@ class Buckets:
         self._passes = 0  #: those since the last one that reduced
         self.added = False  #: a pass has added to gradients, and none has reduced them since
         self._left = 0  #: buckets that this pass has not reduced yet
-        self._under_way: list[Work] = []
+        self._under_way: list[Work[Any]] = []
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(_hook(self._came, bucket, at))

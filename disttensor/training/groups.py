@@ -76,7 +76,7 @@ class Group:
         return tuple((part.parameter._version, getattr(part.parameter, "_h", None)) for part in self.parts)
 
     @torch.no_grad()
-    def begin(self, beside: bool) -> Work | None:
+    def begin(self, beside: bool) -> Work[Any] | None:
         """Begins to gather the parameters, unless they are there or on their way."""
         if not self.parts:
             return None
@@ -235,7 +235,7 @@ class Group:
         """True if there are gradients that no collective has reduced."""
         return any(grad is not None for grad in self._waiting)
 
-    def reduce(self, beside: bool) -> tuple[list[Reduced], list[Work]]:
+    def reduce(self, beside: bool) -> tuple[list[Reduced], list[Work[Any]]]:
         """Reduces the gradients that wait: each rank gets its part of the mean."""
         beside = beside and not self.also and _may_be_beside()
         packs: dict[torch.dtype, list[int]] = {}

@@ -43,7 +43,7 @@ class Schedule:
         self._open = False
         self._there: list[Group] = []  #: those that this backward pass has gathered
         self._reduced: list[Reduced] = []  #: gradients on their way
-        self._under_way: list[Work] = []
+        self._under_way: list[Work[Any]] = []
         for group in groups:
             group.schedule = self
 

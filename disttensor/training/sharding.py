@@ -108,7 +108,7 @@ class FSDPModule:
         policy = sharding.group.policy
         return output if policy is None or policy.output_dtype is None else _cast(output, policy.output_dtype)
 
-    def unshard(self, async_op: bool = False) -> Work | None:
+    def unshard(self, async_op: bool = False) -> Work[Any] | None:
         """Gathers the parameters of this module's group, which then stay whole until ``reshard``, or until a backward
         pass has done with them.
 

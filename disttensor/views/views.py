@@ -27,15 +27,15 @@ def put(view: torch.Tensor, value: Any, async_op: Literal[False] = False) -> Non
 
 
 @overload
-def put(view: torch.Tensor, value: Any, async_op: Literal[True]) -> Work: ...
+def put(view: torch.Tensor, value: Any, async_op: Literal[True]) -> Work[torch.Tensor]: ...
 
 
 @overload
-def put(view: torch.Tensor, value: Any, async_op: bool) -> Work | None: ...
+def put(view: torch.Tensor, value: Any, async_op: bool) -> Work[torch.Tensor] | None: ...
 
 
 @spelled
-def put(view: torch.Tensor, value: Any, async_op: bool = False) -> Work | None:
+def put(view: torch.Tensor, value: Any, async_op: bool = False) -> Work[torch.Tensor] | None:
     """Writes ``value`` into ``view``, a tensor on a node or any part of one, and returns at once.
 
         >>> table = torch.zeros(2, 3, device="node:1")
@@ -78,15 +78,17 @@ def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: Litera
 
 
 @overload
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
 
 
 @overload
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work | None: ...
+def accumulate(
+    view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False
+) -> Work[torch.Tensor] | None: ...
 
 
 @spelled
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work | None:
+def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work[torch.Tensor] | None:
     """Adds ``value`` to ``view``, a tensor on a node or any part of one, on that node, and returns at once.
 
         >>> table = torch.ones(2, 3, device="node:1")
@@ -172,7 +174,7 @@ def get(
     return work if async_op else work.result()
 
 
-class _After(Work):
+class _After(Work[Any]):
     """A write on a node under way: it has ended when the written tensor could be read there. Brings one element."""
 
     def __init__(self, written: DistributedTensor, value: Callable[[], Any]) -> None:
@@ -186,7 +188,7 @@ class _After(Work):
         return self._result()  # type: ignore[no-any-return]
 
 
-class _Into(Work):
+class _Into(Work[torch.Tensor]):
     """A tensor on its way into local memory, which is written once, by the first who waits."""
 
     def __init__(self, source: DistributedTensor, into: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -135,6 +136,54 @@ def test_the_results_are_those_of_an_object_here(session: None) -> None:
     assert there.double(4.0).result() == 8.0
     assert there.name().result() == "Ledger"
     assert there(3).result() == 4
+
+
+class Told:
+    """An object whose methods have much to say of themselves."""
+
+    def take(self, k: int, *, by: float = 1.0) -> list[int]:
+        """Takes so many."""
+        return [k]
+
+    @staticmethod
+    def both(a: int, b: int) -> int:
+        return a + b
+
+    @classmethod
+    def made(cls, k: int = 3) -> str:
+        return cls.__name__ * k
+
+    def plain(self, x):  # type: ignore[no-untyped-def]
+        return x
+
+
+class Later(Told):
+    def take(self, k: int, *, by: float = 2.0) -> list[int]:
+        return [k, k]
+
+
+def test_a_method_of_a_handle_has_the_name_docstring_and_signature_of_the_classs(session: None) -> None:
+    told = dt.actor(Told, node=0)
+    assert (told.take.__name__, told.take.__qualname__, told.take.__doc__) == ("take", "Told.take", "Takes so many.")
+    assert inspect.getdoc(told.take) == "Takes so many."
+    assert str(inspect.signature(told.take)) == "(k: 'int', *, by: 'float' = 1.0) -> 'Submitted[list[int]]'"
+    assert str(inspect.signature(told.both)) == "(a: 'int', b: 'int') -> 'Submitted[int]'"
+    assert str(inspect.signature(told.made)) == "(k: 'int' = 3) -> 'Submitted[str]'"
+    assert str(inspect.signature(told.plain)) == "(x)"
+    assert told.plain.__doc__ is None
+    assert (told.both(1, 2).result(), told.made().result(), told.take(4, by=0.5).result()) == (3, "Told" * 3, [4])
+
+
+def test_a_method_is_called_by_that_of_the_class_too(session: None) -> None:
+    told, later = dt.actor(Told, node=0), dt.actor(Later, node=1)
+    assert told[Told.take](2, by=3.0).result() == [2]
+    assert later[Told.take](2).result() == [2, 2]  # as of any object, that of its own class
+    assert later[Later.take](k=1).result() == [1, 1]
+    for other in (Later.take, Ledger.add, len, "take", 3):
+        with pytest.raises(
+            TypeError, match=r"<actor Told on node 0>\[\.\.\.\] takes a method of Told, and .* is not one"
+        ):
+            told[other]
 
 
 def test_actors_without_a_node_are_spread(session: None) -> None:

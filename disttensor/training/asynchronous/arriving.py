@@ -32,7 +32,7 @@ class Arriving:
         self.parts, self.worker, self.version = parts, worker, version
         self.lanes = lanes or [None] * len(parts)
 
-    def tokens(self) -> list[Work]:
+    def tokens(self) -> list[Work[torch.Tensor]]:
         """Returns Works that are done when all parts have arrived, or whose errors say why one did not."""
         found = []
         for parts, lane in zip(self.parts, self.lanes, strict=True):
@@ -44,7 +44,7 @@ class Arriving:
         return found
 
 
-def made(flat: Sequence[torch.Tensor]) -> list[Work]:
+def made(flat: Sequence[torch.Tensor]) -> list[Work[torch.Tensor]]:
     """Returns Works that are done when a worker has made these vectors, or has failed to."""
     return [fetch(vector[:1]) for vector in flat if where_is(vector) is not None]
 
@@ -54,13 +54,13 @@ def _on_nodes(part: torch.Tensor) -> Sequence[torch.Tensor]:
     return [at_rank(part, rank) for rank in range(len(place.members))] if isinstance(place, MeshPlace) else [part]
 
 
-def _token(part: torch.Tensor, lane: Stream | None) -> Work:
+def _token(part: torch.Tensor, lane: Stream | None) -> Work[torch.Tensor]:
     """Fetches an element, on a stream: on the default one what comes next on the node would wait for it."""
     with stream(Stream(part.device) if lane is None else lane):
         return fetch(part[:1])
 
 
-class Reading(Work):
+class Reading(Work[Any]):
     """A pull: ``result()`` waits for all parts, and is what ``make`` returns, once."""
 
     def __init__(self, session: Any, pulled: Arriving, make: Callable[[], Any]) -> None:
@@ -83,7 +83,7 @@ class Reading(Work):
         return self._made[0]
 
 
-class Pushing(Work):
+class Pushing(Work[int]):
     """A push that is applied once its values have arrived.
 
     They are sent when their worker has made them, and applied when they are at the servers: what is on its way from a

@@ -44,7 +44,7 @@ class Loop:
         self._failed, self._meet = failed, meet
         self._tasks: list[Task] = []
         self._waiters: dict[Any, list[Task]] = {}
-        self._under_way = UnderWay()
+        self._under_way = UnderWay[Work[Any]]()
         self._ready: list[Task] = []
         self._meeting: Task | None = None
         self.gate: Callable[[Worker], bool] = lambda worker: True  #: whether a worker may begin its next step

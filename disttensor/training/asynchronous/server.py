@@ -121,7 +121,7 @@ class ParameterServer:
         scale: float = 1.0,
         preprocess: Preprocess | None = None,
         async_op: Literal[True],
-    ) -> Work: ...
+    ) -> Work[int]: ...
 
     @overload
     def push(
@@ -142,7 +142,7 @@ class ParameterServer:
         scale: float = 1.0,
         preprocess: Preprocess | None = None,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work[int] | None:
         """Has the shards changed by a worker's values. Returns at once.
 
         Args:
