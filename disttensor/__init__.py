@@ -19,13 +19,25 @@ from . import moved
 from .torch_backend import at_import
 
 if TYPE_CHECKING:
-    from . import checkpoint as checkpoint
-    from . import factories as factories
-    from . import nn as nn
-    from . import testing as testing
-    from . import training as training
-    from . import verify as verify
-    from . import views as views
+    from . import (
+        channels as channels,
+        checkpoint as checkpoint,
+        collectives as collectives,
+        data as data,
+        errors as errors,
+        factories as factories,
+        futures as futures,
+        graphs as graphs,
+        meshes as meshes,
+        nn as nn,
+        session as session,
+        streams as streams,
+        tasks as tasks,
+        testing as testing,
+        training as training,
+        verify as verify,
+        views as views,
+    )
     from .factories import (
         BFloat16Tensor as BFloat16Tensor,
         BoolTensor as BoolTensor,
@@ -40,8 +52,46 @@ if TYPE_CHECKING:
         LongTensor as LongTensor,
         ShortTensor as ShortTensor,
     )
-    from .public import *  # noqa: F403
-    from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
+    from .public import (
+        __version__ as __version__,
+        actor as actor,
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        broadcast as broadcast,
+        check as check,
+        connect as connect,
+        DataParallel as DataParallel,
+        device as device,
+        DistributedTensor as DistributedTensor,
+        DisttensorError as DisttensorError,
+        Event as Event,
+        fetch as fetch,
+        fully_shard as fully_shard,
+        Graph as Graph,
+        graph as graph,
+        graphed as graphed,
+        here as here,
+        init as init,
+        init_master_worker as init_master_worker,
+        is_initialized as is_initialized,
+        kill as kill,
+        map as map,
+        mesh as mesh,
+        node as node,
+        NodeLost as NodeLost,
+        nodes as nodes,
+        reduce_scatter as reduce_scatter,
+        replicate as replicate,
+        run as run,
+        shard as shard,
+        shutdown as shutdown,
+        Stream as Stream,
+        stream as stream,
+        submit as submit,
+        synchronize as synchronize,
+        varying as varying,
+        wait_for_nodes as wait_for_nodes,
+    )
 
 #: The names that ``from disttensor import *`` gives: no module, and no name that torch or Python has, too.
 __all__ = [
@@ -98,32 +148,34 @@ _BESIDE = (
     "tasks",
 )
 
-#: Public modules for which there is no room above: a program imports them by name, or uses them as attributes.
+#: Public modules that nothing here imports before they are asked for.
 _MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
 
 
-def __getattr__(name: str) -> Any:
-    """Returns a public name, from public.py, or one that was public before, with a warning."""
-    if name in __all__ or name in _BESIDE or name == "__version__":
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.public"), name)
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    # types of PyTorch 0.x, with one of which issue 241's program begins, have no room above
-    types = importlib.import_module(f"{__name__}.proxy.factories").LEGACY if name.endswith("Tensor") else {}
-    if name in types:
-        value = globals()[name] = types[name]
-        return value
-    if name in moved.NAMES:
-        return moved.name(name)
-    from .runtime.process.spelling import did_you_mean  # imported only here: dtrun and agents start without it
+if not TYPE_CHECKING:  # to type checkers any name would be there
 
-    meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES, *types])
-    raise AttributeError(f"module 'disttensor' has no attribute {name!r}{meant}")
+    def __getattr__(name: str) -> Any:
+        """Returns a public name, from public.py, or one that was public before, with a warning."""
+        if name in __all__ or name in _BESIDE or name == "__version__":
+            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.public"), name)
+            return value
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        # types of PyTorch 0.x, with one of which issue 241's program begins, have no room above
+        types = importlib.import_module(f"{__name__}.proxy.factories").LEGACY if name.endswith("Tensor") else {}
+        if name in types:
+            value = globals()[name] = types[name]
+            return value
+        if name in moved.NAMES:
+            return moved.name(name)
+        from .runtime.process.spelling import did_you_mean  # imported only here: dtrun and agents start without it
+
+        meant = "" if name.startswith("_") else did_you_mean(name, [*__all__, *_BESIDE, *_MODULES, *types])
+        raise AttributeError(f"module 'disttensor' has no attribute {name!r}{meant}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_BESIDE, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_BESIDE, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
 moved.install()

@@ -16,6 +16,7 @@ from ..runtime.collective import ReduceOp
 from ..session.places import MeshPlace
 from . import over_dims, tensor_collectives
 from .groups import Group, Split
+from .issue import Reduction
 from .tensor_collectives import Algorithm, Tensors
 from .user_reduction import Function, IsLeaf, Reduced, reduce_by
 
@@ -34,25 +35,38 @@ def all_reduce(
 @overload
 def all_reduce(
     tensors: Tensors,
-    op: Any = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     group: Group | Split | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
     *,
     out: Tensors | None = None,
     algorithm: Algorithm = None,
     transport: torch.dtype | None = None,
-) -> Work[Tensors] | None: ...
+) -> None: ...
 
 
 @overload
 def all_reduce(
-    tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[False] = False, over: str | Sequence[str]
+    tensors: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group | Split | None = None,
+    *,
+    async_op: Literal[True],
+    out: Tensors | None = None,
+    algorithm: Algorithm = None,
+    transport: torch.dtype | None = None,
+) -> Work[Tensors]: ...
+
+
+@overload
+def all_reduce(
+    tensors: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: Literal[False] = False, over: str | Sequence[str]
 ) -> DistributedTensor: ...
 
 
 @overload
 def all_reduce(
-    tensors: torch.Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True], over: str | Sequence[str]
+    tensors: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: Literal[True], over: str | Sequence[str]
 ) -> Work[DistributedTensor]: ...
 
 

@@ -21,14 +21,16 @@ from ..errors.argument_checks import spelled
 from ..runtime.collective import ReduceOp
 from . import tensor_collectives
 from .groups import Group, Split, given_group
-from .issue import group_of, list_of, lists_of, named, op_of
+from .issue import Reduction, group_of, list_of, lists_of, named, op_of
 from .multi_tensor import node_tensors_of
 
 Tensors = Sequence[torch.Tensor]
 
 
 @spelled
-def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | Split | None = None) -> list[torch.Tensor]:
+def all_reduce(
+    tensors: Tensors, op: Reduction = ReduceOp.SUM, group: Group | Split | None = None
+) -> list[torch.Tensor]:
     """Returns a list with the reduction of all ``tensors``, once for each of them, on its device.
 
     Args:
@@ -42,7 +44,7 @@ def all_reduce(tensors: Tensors, op: Any = ReduceOp.SUM, group: Group | Split | 
 
 
 @spelled
-def reduce(tensors: Tensors, dst: int, op: Any = ReduceOp.SUM, group: Group | None = None) -> torch.Tensor:
+def reduce(tensors: Tensors, dst: int, op: Reduction = ReduceOp.SUM, group: Group | None = None) -> torch.Tensor:
     """Returns the reduction of all ``tensors`` (one per node, of one shape and dtype), a tensor on node ``dst``.
 
     Args:
@@ -93,7 +95,7 @@ def scatter(tensors: Tensors, group: Group) -> list[torch.Tensor]:
 
 @spelled
 def reduce_scatter(
-    input_lists: Sequence[Tensors], op: Any = ReduceOp.SUM, group: Group | None = None
+    input_lists: Sequence[Tensors], op: Reduction = ReduceOp.SUM, group: Group | None = None
 ) -> list[torch.Tensor]:
     """Returns a list whose j-th tensor, on the group's j-th node, is the reduction of all ``input_lists[i][j]``.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias, Union
 
 import torch
 
@@ -430,6 +430,14 @@ def check_transport(transport: Any, what: str) -> None:
 
 #: Other libraries' names of reductions.
 _MEANT = {"MEAN": "avg", "AVERAGE": "avg", "ADD": "sum", "PROD": "product", "MUL": "product"}
+#: What names a reduction: a ReduceOp, torch.distributed's, or its name in small or capital letters.
+Reduction: TypeAlias = Union[
+    ReduceOp,
+    Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"],
+    Literal["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"],
+    "torch.distributed.ReduceOp",
+    "torch.distributed.ReduceOp.RedOpType",
+]
 
 
 def op_of(op: Any, dtype: torch.dtype) -> ReduceOp:

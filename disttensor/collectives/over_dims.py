@@ -28,7 +28,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session.current import session_of
 from ..session.places import MeshPlace
-from .issue import CollectiveWork, check_transport, hosts_of, numbered, op_of, read, written
+from .issue import CollectiveWork, Reduction, check_transport, hosts_of, numbered, op_of, read, written
 from .unused import watch
 
 #: A dim's name, or several: their ranks together are the groups.
@@ -201,7 +201,7 @@ def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> An
 @spelled
 def all_reduce_(
     x: DistributedTensor,
-    op: Any = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     over: Over | None = None,
     async_op: bool = False,
     transport: torch.dtype | None = None,
@@ -298,7 +298,7 @@ def all_gather(
 
 @spelled
 def reduce_scatter(
-    x: DistributedTensor, op: Any = ReduceOp.SUM, over: str = "", dim: int = 0, async_op: bool = False
+    x: DistributedTensor, op: Reduction = ReduceOp.SUM, over: str = "", dim: int = 0, async_op: bool = False
 ) -> DistributedTensor | Work[DistributedTensor]:
     """Returns a part of the reduction over a dim of the mesh: dimension ``dim`` is cut among its ranks. Returns at
     once, with ``async_op`` a Work that gives the tensor; the gradient is an all_gather.

@@ -28,7 +28,6 @@ NodeLost. Differentiable collectives, which return new tensors, are in ``dt.coll
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -37,7 +36,20 @@ from ..futures.work import Work
 from ..runtime.collective import ReduceOp, Way
 from ..session.current import session as current_session
 from .groups import Group, Split, given_group
-from .issue import CollectiveCall, Part, alike, group_of, list_of, lists_of, named, op_of, read, same_shape, written
+from .issue import (
+    CollectiveCall,
+    Part,
+    Reduction,
+    alike,
+    group_of,
+    list_of,
+    lists_of,
+    named,
+    op_of,
+    read,
+    same_shape,
+    written,
+)
 from .multi_tensor import node_tensors_of, rows_of, same_nodes
 
 Tensors = Sequence[torch.Tensor]
@@ -47,7 +59,7 @@ Algorithm = str | Way | None
 @spelled
 def all_reduce(
     tensors: Tensors,
-    op: Any = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     group: Group | Split | None = None,
     async_op: bool = False,
     *,
@@ -80,7 +92,7 @@ def all_reduce(
 def reduce(
     tensors: Tensors,
     dst: int,
-    op: Any = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
     *,
@@ -254,7 +266,7 @@ def scatter(
 def reduce_scatter(
     tensors: Tensors,
     input_lists: Sequence[Tensors],
-    op: Any = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
     *,

@@ -35,7 +35,7 @@ from ..streams import Stream
 from .announcing import Announcing
 from .calls import Call
 from .functions import least_loaded
-from .signatures import A, B, C, D, Given, Node, P, R
+from .signatures import A, B, C, Given, Node, P, R, Takes1, Takes2, Takes3
 from .submitted import Submitted
 
 K = TypeVar("K")
@@ -44,31 +44,23 @@ K = TypeVar("K")
 @overload
 def actor(kind: Callable[..., K], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
 @overload
-def actor(kind: Callable[Concatenate[A, ...], K], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
+def actor(kind: Takes1[A, K], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
+@overload
+def actor(kind: Takes2[A, B, K], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any) -> Actor[K]: ...
 @overload
 def actor(
-    kind: Callable[Concatenate[A, B, ...], K], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
+    kind: Takes3[A, B, C, K], a: Given[A], b: Given[B], c: Given[C], /, *args: Any, node: Node | None, **kwargs: Any
 ) -> Actor[K]: ...
-@overload
-def actor(
-    kind: Callable[Concatenate[A, B, C, ...], K],
-    a: Given[A],
-    b: Given[B],
-    c: Given[C],
-    /,
-    *,
-    node: Node | None,
-    **kwargs: Any,
-) -> Actor[K]: ...
-@overload
-def actor(
-    kind: Callable[Concatenate[A, B, C, D, ...], K], a: Given[A], b: Given[B], c: Given[C], d: Given[D], /,
-    *args: Any, node: Node | None, **kwargs: Any,
-) -> Actor[K]: ...  # fmt: skip
 @overload
 def actor(kind: Callable[..., K], /, *args: Any, returns: Any, **kwargs: Any) -> Actor[K]: ...
 @overload
 def actor(kind: Callable[..., K], /, *args: Any, raises: Any, **kwargs: Any) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[[A], K], a: Given[A], /) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[[A, B], K], a: Given[A], b: Given[B], /) -> Actor[K]: ...
+@overload
+def actor(kind: Callable[[A, B, C], K], a: Given[A], b: Given[B], c: Given[C], /) -> Actor[K]: ...
 @overload
 def actor(kind: Callable[P, K], /, *args: P.args, **kwargs: P.kwargs) -> Actor[K]: ...
 def actor(  # type: ignore[misc]  # of an __init__ that takes a ``node``, this one has it

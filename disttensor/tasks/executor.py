@@ -19,6 +19,7 @@ from .announcing import Announcing, announced_by
 from .calls import name_of
 from .dispatching import Dispatcher, Item
 from .mapping import Slots
+from .signatures import P, R
 from .submitted import begin
 
 
@@ -63,7 +64,7 @@ class Executor(StandardExecutor):
         self._dispatcher = Dispatcher(session, Slots(session, nodes, per_node, retries))
         weakref.finalize(self, self._dispatcher.end, False).atexit = False  # dropped: it ends when all is done
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Has ``fn(*args, **kwargs)`` run on the next node that is free, and returns its Future.
 
         Raises RuntimeError after ``shutdown``, and at the interpreter's end; DisttensorError after the session's end.
@@ -82,12 +83,12 @@ class Executor(StandardExecutor):
 
     def map(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., R],
         *iterables: Iterable[Any],
         timeout: float | None = None,
         chunksize: int = 1,
         buffersize: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[R]:
         """Does what ``Executor.map`` does: takes all items at once, and yields the results in their order.
 
         The first error, and TimeoutError ``timeout`` seconds after this call, end it, and calls that have not begun are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, overload
+from typing import Any, overload
 
 import torch
 
@@ -24,98 +24,42 @@ from ..session.places import MeshPlace, Place
 from ..session.session import Session
 from .calls import Call, Calls, Each, first_of, name_of
 from .process_groups import worlds_of
-from .signatures import A, B, C, D, Given, GivenEach, Node, Nodes, P, R
+from .signatures import A, B, C, Given, GivenEach, Node, Nodes, P, R, Takes1, Takes2, Takes3
 from .targets import Targets
 
 
 @overload
 def run(fn: Callable[..., R], /, *, node: Node | None, **kwargs: Any) -> R: ...
 @overload
-def run(fn: Callable[Concatenate[A, ...], R], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> R: ...
+def run(fn: Takes1[A, R], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> R: ...
+@overload
+def run(fn: Takes2[A, B, R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any) -> R: ...
 @overload
 def run(
-    fn: Callable[Concatenate[A, B, ...], R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
-) -> R: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, ...], R],
-    a: Given[A],
-    b: Given[B],
-    c: Given[C],
-    /,
-    *,
-    node: Node | None,
-    **kwargs: Any,
-) -> R: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: Given[A],
-    b: Given[B],
-    c: Given[C],
-    d: Given[D],
-    /,
-    *args: Any,
-    node: Node | None,
-    **kwargs: Any,
+    fn: Takes3[A, B, C, R], a: Given[A], b: Given[B], c: Given[C], /, *args: Any, node: Node | None, **kwargs: Any
 ) -> R: ...
 @overload
 def run(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
 @overload
-def run(fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+def run(fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
 @overload
 def run(
-    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
-) -> list[R]: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    /,
-    *,
-    node: Nodes,
-    **kwargs: Any,
-) -> list[R]: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    d: GivenEach[D],
-    /,
-    *args: Any,
-    node: Nodes,
-    **kwargs: Any,
+    fn: Takes3[A, B, C, R], a: GivenEach[A], b: GivenEach[B], c: GivenEach[C], /, *args: Any, node: Nodes, **kwargs: Any
 ) -> list[R]: ...
 @overload
 def run(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
 @overload
-def run(fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
+def run(fn: Takes1[A, R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
+@overload
+def run(fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
 @overload
 def run(
-    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
-) -> list[R]: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, ...], R],
+    fn: Takes3[A, B, C, R],
     a: GivenEach[A],
     b: GivenEach[B],
     c: GivenEach[C],
-    /,
-    *,
-    nodes: Nodes,
-    **kwargs: Any,
-) -> list[R]: ...
-@overload
-def run(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    d: GivenEach[D],
     /,
     *args: Any,
     nodes: Nodes,
@@ -125,6 +69,12 @@ def run(
 def run(fn: Callable[..., R], /, *args: Any, returns: Any, **kwargs: Any) -> R: ...
 @overload
 def run(fn: Callable[..., R], /, *args: Any, raises: Any, **kwargs: Any) -> R: ...
+@overload
+def run(fn: Callable[[A], R], a: Given[A], /) -> R: ...
+@overload
+def run(fn: Callable[[A, B], R], a: Given[A], b: Given[B], /) -> R: ...
+@overload
+def run(fn: Callable[[A, B, C], R], a: Given[A], b: Given[B], c: Given[C], /) -> R: ...
 @overload
 def run(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
 def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one has it

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from ..collectives.groups import new_group
 from ..dispatch.call_site import here
@@ -18,6 +18,7 @@ from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.session import Session
 from .announcing import Announcing, announced_by
+from .signatures import A, B, C, R
 from .submitted import Submitted, begin
 
 
@@ -64,6 +65,64 @@ def advise_retries(error: NodeLost, what: str, item: str = "the call") -> None:
         error.add_note(note)
 
 
+@overload
+def map(
+    fn: Callable[[A], R],
+    a: Iterable[A],
+    /,
+    *,
+    nodes: Iterable[int] | None = None,
+    per_node: int = 1,
+    ordered: bool = True,
+    retries: int = 0,
+    returns: Any = (),
+    raises: Any = (),
+) -> Iterator[R]: ...
+@overload
+def map(
+    fn: Callable[[A, B], R],
+    a: Iterable[A],
+    b: Iterable[B],
+    /,
+    *,
+    nodes: Iterable[int] | None = None,
+    per_node: int = 1,
+    ordered: bool = True,
+    retries: int = 0,
+    returns: Any = (),
+    raises: Any = (),
+) -> Iterator[R]: ...
+@overload
+def map(
+    fn: Callable[[A, B, C], R],
+    a: Iterable[A],
+    b: Iterable[B],
+    c: Iterable[C],
+    /,
+    *,
+    nodes: Iterable[int] | None = None,
+    per_node: int = 1,
+    ordered: bool = True,
+    retries: int = 0,
+    returns: Any = (),
+    raises: Any = (),
+) -> Iterator[R]: ...
+@overload
+def map(
+    fn: Callable[..., R],
+    a: Iterable[Any],
+    b: Iterable[Any],
+    c: Iterable[Any],
+    d: Iterable[Any],
+    /,
+    *iterables: Iterable[Any],
+    nodes: Iterable[int] | None = None,
+    per_node: int = 1,
+    ordered: bool = True,
+    retries: int = 0,
+    returns: Any = (),
+    raises: Any = (),
+) -> Iterator[R]: ...
 def map(
     fn: Callable[..., Any],
     *iterables: Iterable[Any],

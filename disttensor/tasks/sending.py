@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Generic
 
 import cloudpickle
 import torch
@@ -47,7 +47,7 @@ class Result(Work[T_co]):
         return 0
 
 
-class Shared:
+class Shared(Generic[T_co]):
     """An object among arguments that a node is given once: see shared.py."""
 
     def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:

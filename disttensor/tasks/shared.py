@@ -16,16 +16,17 @@ from ..session.places import Place
 from ..session.session import Session
 from .calls import Call, Ready
 from .sending import Shared
+from .signatures import T
 from .submitted import Submitted, issue
 
 
-class Ref(Shared):
+class Ref(Shared[T]):
     """An object that nodes keep while this Ref exists: among arguments of functions it stands for the object.
 
     Each node has one copy: what a function changes there, the next one sees. ``value`` is the script's own.
     """
 
-    def __init__(self, session: Session, value: Any) -> None:
+    def __init__(self, session: Session, value: T) -> None:
         self.value = value
         self._session = session
         self._lock = threading.RLock()
@@ -54,7 +55,7 @@ class Ref(Shared):
         return f"<Ref to a {type(self.value).__qualname__} on nodes {sorted(self._kept)}>"
 
 
-def share(obj: Any, nodes: Iterable[int] | None = None) -> Ref:
+def share(obj: T, nodes: Iterable[int] | None = None) -> Ref[T]:
     """Returns a Ref to an object that is serialised once, and sent once to each node that uses it.
 
         >>> table = dt.tasks.share({"a": 1, "b": 2})

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Concatenate, overload
+from typing import Any, overload
 
 from ..dispatch.call_site import here
 from ..errors.missing import advised
@@ -30,104 +30,46 @@ from .calls import Call, Each, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
 from .sending import Result
-from .signatures import A, B, C, D, Given, GivenEach, Node, Nodes, P, R
+from .signatures import A, B, C, Given, GivenEach, Node, Nodes, P, R, Takes1, Takes2, Takes3
 from .targets import Targets
 
 
 @overload
 def submit(fn: Callable[..., R], /, *, node: Node | None, **kwargs: Any) -> Submitted[R]: ...
 @overload
-def submit(
-    fn: Callable[Concatenate[A, ...], R], a: Given[A], /, *, node: Node | None, **kwargs: Any
-) -> Submitted[R]: ...
+def submit(fn: Takes1[A, R], a: Given[A], /, *, node: Node | None, **kwargs: Any) -> Submitted[R]: ...
+@overload
+def submit(fn: Takes2[A, B, R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any) -> Submitted[R]: ...
 @overload
 def submit(
-    fn: Callable[Concatenate[A, B, ...], R], a: Given[A], b: Given[B], /, *, node: Node | None, **kwargs: Any
-) -> Submitted[R]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, ...], R],
-    a: Given[A],
-    b: Given[B],
-    c: Given[C],
-    /,
-    *,
-    node: Node | None,
-    **kwargs: Any,
-) -> Submitted[R]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: Given[A],
-    b: Given[B],
-    c: Given[C],
-    d: Given[D],
-    /,
-    *args: Any,
-    node: Node | None,
-    **kwargs: Any,
+    fn: Takes3[A, B, C, R], a: Given[A], b: Given[B], c: Given[C], /, *args: Any, node: Node | None, **kwargs: Any
 ) -> Submitted[R]: ...
 @overload
 def submit(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
 @overload
+def submit(fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
+@overload
 def submit(
-    fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any
+    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
 ) -> Submitted[list[R]]: ...
 @overload
 def submit(
-    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
-) -> Submitted[list[R]]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    /,
-    *,
-    node: Nodes,
-    **kwargs: Any,
-) -> Submitted[list[R]]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    d: GivenEach[D],
-    /,
-    *args: Any,
-    node: Nodes,
-    **kwargs: Any,
+    fn: Takes3[A, B, C, R], a: GivenEach[A], b: GivenEach[B], c: GivenEach[C], /, *args: Any, node: Nodes, **kwargs: Any
 ) -> Submitted[list[R]]: ...
 @overload
 def submit(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
 @overload
+def submit(fn: Takes1[A, R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
+@overload
 def submit(
-    fn: Callable[Concatenate[A, ...], R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any
+    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
 ) -> Submitted[list[R]]: ...
 @overload
 def submit(
-    fn: Callable[Concatenate[A, B, ...], R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
-) -> Submitted[list[R]]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, ...], R],
+    fn: Takes3[A, B, C, R],
     a: GivenEach[A],
     b: GivenEach[B],
     c: GivenEach[C],
-    /,
-    *,
-    nodes: Nodes,
-    **kwargs: Any,
-) -> Submitted[list[R]]: ...
-@overload
-def submit(
-    fn: Callable[Concatenate[A, B, C, D, ...], R],
-    a: GivenEach[A],
-    b: GivenEach[B],
-    c: GivenEach[C],
-    d: GivenEach[D],
     /,
     *args: Any,
     nodes: Nodes,
@@ -139,6 +81,12 @@ def submit(fn: Callable[..., R], /, *args: Any, beside: bool, **kwargs: Any) -> 
 def submit(fn: Callable[..., R], /, *args: Any, returns: Any, **kwargs: Any) -> Submitted[R]: ...
 @overload
 def submit(fn: Callable[..., R], /, *args: Any, raises: Any, **kwargs: Any) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[[A], R], a: Given[A], /) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[[A, B], R], a: Given[A], b: Given[B], /) -> Submitted[R]: ...
+@overload
+def submit(fn: Callable[[A, B, C], R], a: Given[A], b: Given[B], c: Given[C], /) -> Submitted[R]: ...
 @overload
 def submit(fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Submitted[R]: ...
 def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this one has it

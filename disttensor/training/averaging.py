@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from ..collectives import broadcast
+from ..collectives.issue import Reduction
 from ..collectives.over_dims import Over, groups, reduced_in_place
 from ..errors.argument_checks import flag, seconds_of
 from ..futures import Work
@@ -28,7 +29,7 @@ from .named import Named, limit_of, not_parts, on_a_mesh, packs, place_of, witho
 def reduce_gradients(
     module: torch.nn.Module,
     over: Over = "dp",
-    op: str = "avg",
+    op: Reduction = "avg",
     *,
     bucket_mb: float = 25.0,
     transport: torch.dtype | None = None,
@@ -42,7 +43,7 @@ def reduce_gradients(
 def reduce_gradients(
     module: torch.nn.Module,
     over: Over = "dp",
-    op: str = "avg",
+    op: Reduction = "avg",
     *,
     bucket_mb: float = 25.0,
     transport: torch.dtype | None = None,
@@ -55,7 +56,7 @@ def reduce_gradients(
 def reduce_gradients(
     module: torch.nn.Module,
     over: Over = "dp",
-    op: str = "avg",
+    op: Reduction = "avg",
     *,
     bucket_mb: float = 25.0,
     transport: torch.dtype | None = None,
@@ -166,7 +167,7 @@ class _Pack(NamedTuple):
 
 @torch.no_grad()
 def _reduced(
-    pack: Sequence[Named], over: Over, op: str, transport: torch.dtype | None, async_op: bool = False
+    pack: Sequence[Named], over: Over, op: Reduction, transport: torch.dtype | None, async_op: bool = False
 ) -> _Pack:
     """Reduces tensors: one in place, several as a new flat one."""
     tensors = [tensor for _, tensor in pack]
@@ -209,8 +210,8 @@ class _Reducing(Work[torch.nn.Module]):
 
 @torch.no_grad()
 def _leave_out(
-    contributors: Sequence[int], grads: Sequence[Named], over: Over, op: str
-) -> tuple[str, Callable[[], None]]:
+    contributors: Sequence[int], grads: Sequence[Named], over: Over, op: Reduction
+) -> tuple[Reduction, Callable[[], None]]:
     """Has the gradients of the ranks that do not contribute count as zeros. Returns the reduction, and what is done
     with its result."""
     place = _place(grads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,7 +43,7 @@ class DataParallel(torch.nn.Module):
         mesh: Mesh,
         over: Over = "dp",
         *,
-        op: str = "avg",
+        op: Literal["avg", "sum"] = "avg",
         bucket_mb: float = 25.0,
         overlap: bool = True,
         accumulate: int = 1,

@@ -65,6 +65,7 @@ def put(view: torch.Tensor, value: Any, async_op: bool = False) -> Work[torch.Te
 
 
 #: What ``accumulate`` does, by name.
+Into = Literal["sum", "product", "min", "max"]
 _INTO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.add_,
     "product": torch.Tensor.mul_,
@@ -74,21 +75,21 @@ _INTO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @overload
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: Literal[False] = False) -> None: ...
+def accumulate(view: torch.Tensor, value: Any, op: Into = "sum", async_op: Literal[False] = False) -> None: ...
 
 
 @overload
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
+def accumulate(view: torch.Tensor, value: Any, op: Into = "sum", *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
 
 
 @overload
 def accumulate(
-    view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False
+    view: torch.Tensor, value: Any, op: Into = "sum", async_op: bool = False
 ) -> Work[torch.Tensor] | None: ...
 
 
 @spelled
-def accumulate(view: torch.Tensor, value: Any, op: str = "sum", async_op: bool = False) -> Work[torch.Tensor] | None:
+def accumulate(view: torch.Tensor, value: Any, op: Into = "sum", async_op: bool = False) -> Work[torch.Tensor] | None:
     """Adds ``value`` to ``view``, a tensor on a node or any part of one, on that node, and returns at once.
 
         >>> table = torch.ones(2, 3, device="node:1")

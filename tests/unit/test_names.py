@@ -38,7 +38,9 @@ THEMES = (
     "verify",
     "views",
 )
-FIRST = [name for name in dir(dt) if not name.startswith("__")]
+#: The themes that are modules of the first level and are imported by their first use.
+LATER = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
+FIRST = [name for name in dir(dt) if not name.startswith("__") and name not in LATER]
 PAGE = (ROOT / "docs" / "dev" / "NAMES.md").read_text()
 
 
@@ -66,6 +68,23 @@ def test_every_public_name_is_somewhere_and_nothing_else() -> None:
     there = {name for name in vars(public) if not name.startswith("_")} - {"annotations"}
     assert there == set(FIRST)
     assert len(dt.__all__) == len(set(dt.__all__))
+
+
+def test_dir_shows_each_documented_module() -> None:
+    """TAB behind ``dt.`` finds them."""
+    themes = re.findall(r"^### `dt\.(\w+)`$", PAGE, re.MULTILINE)
+    assert sorted(themes) == sorted(THEMES)
+    assert {*themes} <= {*dir(dt)}
+
+
+def test_type_checkers_see_what_dir_shows() -> None:
+    """They take names of the first level by what it imports for them, and no other."""
+    tree = ast.parse(Path(dt.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    named = [alias for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert [alias.name for alias in named if alias.name != alias.asname] == []
+    types = {name for name in dt.factories.__all__ if name.endswith("Tensor")}
+    assert {alias.name for alias in named} == {*FIRST, *LATER, *types, "__version__"}
 
 
 def test_the_first_level_has_room_for_what_is_to_come() -> None:
