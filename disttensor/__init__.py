@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         ShortTensor as ShortTensor,
     )
     from .public import (
-        __version__ as __version__,
         actor as actor,
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
         varying as varying,
         wait_for_nodes as wait_for_nodes,
     )
+    from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
 
 #: The names that ``from disttensor import *`` gives: no module, and no name that torch or Python has, too.
 __all__ = [

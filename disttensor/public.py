@@ -39,7 +39,7 @@ from .startup.start import (
 )
 from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
 from .tasks import actor as actor, connect as connect, here as here, run as run, submit as submit
-from .tasks.functions import nodes_info as nodes
 from .tasks.mapping import map as map
+from .tasks.nodes import nodes as nodes
 from .training import DataParallel as DataParallel, fully_shard as fully_shard
 from .verify.module_check import check as check

@@ -16,6 +16,7 @@ from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.places import MeshPlace, Place, varied
+from ..session.tables import html
 from .shards import together
 
 
@@ -67,6 +68,17 @@ class Mesh:
             raise TypeError(f"{name}: a mesh is a place and not a tensor; mesh.device is its device")
         given = {key: _device(value) for key, value in (kwargs or {}).items()}
         return func(*map(_device, args), **given)
+
+    def _repr_html_(self) -> str:
+        """Returns a table of the nodes by their coordinates, for a notebook: the last dim goes from left to right."""
+        *outer, (last, width) = self._dims.items()
+        cells = [f"node {node}" for node in self.nodes]
+        if not outer:
+            return html(repr(self), [f"{last}={i}" for i in range(width)], [cells])
+        coordinates = product(*(range(size) for _, size in outer))
+        names = [", ".join(f"{name}={i}" for (name, _), i in zip(outer, at, strict=True)) for at in coordinates]
+        rows = [[name, *cells[k * width : (k + 1) * width]] for k, name in enumerate(names)]
+        return html(repr(self), ["", *(f"{last}={i}" for i in range(width))], rows, heads=1)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self._place is other._place and self._dims == other._dims

@@ -44,6 +44,7 @@ from ..session import caches, current
 from ..session.places import MAX_SLOTS
 from ..session.session import Session
 from ..streams import streams
+from ..tasks.nodes import nodes_of
 from ..torch_backend import autocast, tested_versions
 from ..torch_backend import register as device_backend
 from ..verify import selfcheck
@@ -83,6 +84,11 @@ class SessionContext:
         count = len(self._session.nodes)
         over = "" if current.current() is self._session else ", shut down"
         return f"<disttensor session, {count} node{'s'[: count != 1]}{over}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the session and its nodes as a table, for a notebook."""
+        there = nodes_of(self._session)
+        return there._repr_html_(repr(self)[1:-1])
 
 
 #: Keywords by which other libraries, and dtrun, call what arguments of this one mean.

@@ -13,6 +13,7 @@ from .executor import Executor
 from .functions import interrupt, run
 from .held import holder as _holder
 from .here import Here, here
+from .nodes import NodeInfo, Nodes
 from .process_groups import device_mesh
 from .shared import Ref, share
 from .submitted import Submitted, submit
@@ -30,6 +31,8 @@ __all__ = [
     "Executor",
     "Here",
     "Lock",
+    "NodeInfo",
+    "Nodes",
     "Ref",
     "SharedDict",
     "ShutDown",

@@ -276,22 +276,4 @@ def _run_on_all(
     return results
 
 
-def nodes_info() -> Sequence[dict[str, Any]]:
-    """Returns a dict for each node with its "rank", "host", "pid", "devices" (a list of names) and "alive" (a bool).
-
-    Does not wait: a loss that was not noticed yet is not shown. Raises DisttensorError without a session.
-    """
-    return [
-        {
-            "rank": node.rank,
-            "host": node.hello.host,
-            "pid": node.hello.pid,
-            "devices": list(node.devices),
-            "alive": node.lost is None,
-        }
-        for node in current.session().nodes
-        if node.said_hello is not None
-    ]
-
-
-__all__ = ["DisttensorError", "nodes_info", "run"]
+__all__ = ["DisttensorError", "run"]
