@@ -91,7 +91,8 @@ if TYPE_CHECKING:
         varying as varying,
         wait_for_nodes as wait_for_nodes,
     )
-    from .runtime.protocol.bundle import VERSION as __version__  # noqa: F401
+
+    __version__: str
 
 #: The names that ``from disttensor import *`` gives: no module, and no name that torch or Python has, too.
 __all__ = [

@@ -126,6 +126,25 @@ def _operand(value: Any, target: DistributedTensor) -> Any:
     return source
 
 
+@overload
+def get(
+    view: torch.Tensor,
+    into: torch.Tensor | None = None,
+    node: int | str | torch.device | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def get(
+    view: torch.Tensor,
+    into: torch.Tensor | None = None,
+    node: int | str | torch.device | None = None,
+    *,
+    async_op: Literal[True],
+) -> Work[torch.Tensor]: ...
+
+
 @spelled
 def get(
     view: torch.Tensor,

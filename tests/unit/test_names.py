@@ -84,7 +84,7 @@ def test_type_checkers_see_what_dir_shows() -> None:
     named = [alias for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert [alias.name for alias in named if alias.name != alias.asname] == []
     types = {name for name in dt.factories.__all__ if name.endswith("Tensor")}
-    assert {alias.name for alias in named} == {*FIRST, *LATER, *types, "__version__"}
+    assert {alias.name for alias in named} == {*FIRST, *LATER, *types}
 
 
 def test_the_first_level_has_room_for_what_is_to_come() -> None:

@@ -1,0 +1,12 @@
+"""Texts for a function of numbers."""
+
+from __future__ import annotations
+
+import disttensor as dt
+
+
+def f(a: int, b: str = "x", *, k: float = 1.0) -> float:
+    return a + len(b) + k
+
+
+list(dt.map(f, ["1", "2"]))  # mypy: arg-type; pyright: reportArgumentType

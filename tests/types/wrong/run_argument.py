@@ -1,0 +1,14 @@
+"""A text where the function takes a number."""
+
+from __future__ import annotations
+
+import disttensor as dt
+
+
+def f(a: int, b: str = "x", *, k: float = 1.0) -> float:
+    return a + len(b) + k
+
+
+dt.run(f, "1")  # mypy: arg-type; pyright: reportArgumentType
+dt.run(f, "1", node=1)  # mypy: arg-type; pyright: reportCallIssue
+dt.run(f, "1", node=[0, 1])  # mypy: arg-type; pyright: reportCallIssue
