@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import all_reduce
+from ..collectives import all_gather, all_reduce
 from ..dispatch.first_call import layout_of, refuse_layout
 from ..proxy.proxy import DistributedTensor, operand_name, where_is
 from ..session.places import MeshPlace
@@ -89,6 +89,60 @@ def shard(tensor: torch.Tensor, mesh: Mesh, **dims: int) -> DistributedTensor:
                     pieces[id(whole)] = whole.chunk(size, d)
                 parts[rank] = pieces[id(whole)][at]
     return from_shards(mesh, parts)
+
+
+def full_tensor(x: torch.Tensor, **dims: int) -> DistributedTensor:
+    """Puts the parts together again that ``shard`` has cut, with the same arguments; each rank gets the whole.
+
+        >>> mesh = dt.mesh(dp=2)
+        >>> x = dt.shard(torch.arange(6).reshape(2, 3), mesh, dp=0)
+        >>> dt.meshes.full_tensor(x * 10, dp=0).cpu()
+        tensor([[ 0, 10, 20],
+                [30, 40, 50]])
+
+    So torch's DTensor calls it, which has a record of how it was cut. Gradients go back to the parts, as those of
+    ``all_gather``: the sum of what all ranks have for each. Raises TypeError for a tensor that is not on a mesh,
+    ValueError for a dim that the mesh does not have, a dimension that the tensor does not have, and without any.
+    """
+    place = _on_mesh(x, "full_tensor")
+    if not dims:
+        raise ValueError(
+            "full_tensor takes the dims along which the tensor was cut, as shard does: "
+            f"full_tensor(x, {next(iter(place.dims))}=0)"
+        )
+    whole: Any = x
+    for name, d in reversed(dims.items()):  # of two that cut one dimension the last one's parts lie side by side
+        if not -x.dim() <= d < x.dim():
+            raise ValueError(f"full_tensor: {name}={d}: a tensor of shape {tuple(x.shape)} has no dimension {d}")
+        whole = all_gather(whole, over=name, dim=d)
+    return whole  # type: ignore[no-any-return]
+
+
+def mean(x: torch.Tensor) -> float:
+    """Waits, and returns the mean of a tensor over all ranks of its mesh, and over its entries, as a number to print.
+
+        >>> mesh = dt.mesh(dp=2)
+        >>> loss = dt.shard(torch.tensor([1.0, 2.0]), mesh, dp=0)
+        >>> dt.meshes.mean(loss)
+        1.5
+
+    Has no gradient: ``dt.all_reduce(x, "avg", over="dp")`` is the mean as a tensor. Raises TypeError for a tensor that
+    is not on a mesh or is complex, NodeLost.
+    """
+    place = _on_mesh(x, "mean")
+    if x.is_complex():
+        raise TypeError(f"mean is a number, and of a {x.dtype} tensor there is none; take x.real or x.abs()")
+    mine = x.detach().double().mean()
+    total: Any = all_reduce(mine, over=tuple(place.dims))
+    return float(at_rank(total, 0).item()) / len(place.members)
+
+
+def _on_mesh(x: Any, what: str) -> MeshPlace:
+    place = where_is(x) if isinstance(x, torch.Tensor) else None
+    if not isinstance(place, MeshPlace):
+        where = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"on {place or 'the script'}"
+        raise TypeError(f"{what} takes a tensor on a mesh, and this one is {where}")
+    return place
 
 
 def _check(tensor: Any, what: str) -> None:
