@@ -28,7 +28,6 @@ from ..runtime.process.spelling import shown
 from ..runtime.process.tables import columns
 from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, SPANS, Rule
-from ..session.tables import columns
 from .traffic import reset_stats, stats
 
 DEVICES = ("cpu", "cuda")

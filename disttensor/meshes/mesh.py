@@ -13,10 +13,10 @@ import torch
 from ..errors.argument_checks import by_name_only
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.spelling import did_you_mean, shown
+from ..runtime.process.tables import html
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.places import MeshPlace, Place, varied
-from ..session.tables import html
 from .shards import together
 
 

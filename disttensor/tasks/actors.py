@@ -2,18 +2,20 @@
 
     script    handle.step(x)   --Run on the actor's stream-->   node   actor.object.step(x)   -> a Result, for the Work
 
-The node's side is runtime/node/actors.py.
+The node's side is runtime/node/actors.py. A handle that is an argument travels: functions on nodes, and other actors,
+call by it too (runtime/shared/actor_calls.py).
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Concatenate, Generic, NoReturn, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, NamedTuple, NoReturn, Self, TypeVar, overload
 
 import torch
 
@@ -24,9 +26,15 @@ from ..proxy.meta import Handle, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import waits
 from ..runtime.node import actors as node_side
+from ..runtime.node import shared_objects
 from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import commands as c
+from ..runtime.protocol import shared_objects as s
 from ..runtime.protocol.errors import DisttensorError, NodeLost
+from ..runtime.shared import actor_calls
+from ..runtime.shared import actors as shared_actors
+from ..runtime.shared.handles import Counted, Where
+from ..runtime.shared.objects import SCRIPT, Objects
 from ..session import current
 from ..session.node_context import chosen_node
 from ..session.places import MeshPlace, Place
@@ -35,8 +43,10 @@ from ..streams import Stream
 from .announcing import Announcing
 from .calls import Call
 from .functions import least_loaded
+from .held import holder
+from .sending import Shared
 from .signatures import A, B, C, Given, Node, P, R, Takes1, Takes2, Takes3
-from .submitted import Submitted
+from .submitted import Submitted, issue
 
 K = TypeVar("K")
 
@@ -101,7 +111,9 @@ def actor(  # type: ignore[misc]  # of an __init__ that takes a ``node``, this o
     those of its node are copied when the call is issued, and so is what a result shares with the actor's state. What
     its methods draw comes from a generator of the actor's (docs/TASKS.md).
 
-    The end of a ``with`` block, ``close()`` and the end of the last name of the handle end the actor after what was
+    The handle may be an argument of functions and of other actors, which call its methods as the script does.
+
+    The end of a ``with`` block, ``close()`` and the end of the last handle anywhere end the actor after what was
     issued: its ``close()``, if it has one, runs on the node then.
 
     Raises TypeError for what is no class, for arguments that its ``__init__`` does not take, or that can't be pickled;
@@ -129,7 +141,7 @@ def _default(session: Session) -> int:
     """Returns the node of an actor that nobody gave a node."""
     if (chosen := chosen_node()) is not None:
         return chosen
-    there = Counter(actor.node for actor in session.part(Actors).living if actor._kept is not None)
+    there = Counter(actor.node for actor in session.part(Actors).living if actor.kept is not None)
     nodes = [node.rank for node in session.nodes if node.lost is None]
     fewest = min((there[node] for node in nodes), default=0)
     return least_loaded(session, [node for node in nodes if there[node] == fewest] or None)
@@ -155,11 +167,94 @@ class _Method(partial["ActorWork[Any]"]):
         return found.replace(return_annotation=gives)
 
 
-class Actor(Generic[K]):
+class _Shared(NamedTuple):
+    """An actor as nodes call it."""
+
+    number: int  #: among what the script holds for all
+    where: Where
+    about: actor_calls.About
+
+
+class _Living:
+    """An actor on its node, which ends when the script has let go of this: handles keep it, and nodes' do."""
+
+    def __init__(self, session: Session, place: Place, kind: type[Any], announcing: Announcing) -> None:
+        self.session, self.place, self.kind, self.announcing = session, place, kind, announcing
+        self.node = place.node
+        where = session.places.at(place.node, "cpu")
+        self.ref = new_ref()
+        token: Any = proxy(Handle(self.ref, meta_of((1,), contiguous((1,)), 0, torch.int64, where)))
+        self.kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
+        self._closing: ActorWork[None] | None = None
+        self._shared: _Shared | None = None
+        self._lock = threading.RLock()
+        session.part(Actors).living.add(self)
+
+    def close(self) -> ActorWork[None]:
+        if self._closing is None:
+            token, _ = self.alive()
+            self._closing = self.issue(node_side.close, (token,), f"{self.kind.__qualname__}.close()")
+            self.kept = None  # its stream ends when that is done
+        return self._closing
+
+    def alive(self) -> tuple[DistributedTensor, Stream]:
+        kept = self.kept
+        if kept is None:
+            raise DisttensorError(f"{self} is closed")
+        return kept
+
+    def issue(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0, method: Any = None
+    ) -> ActorWork[Any]:
+        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns;
+        ``method``: that of the class which it calls."""
+        waits("an actor's call")
+        token, stream = self.alive()
+        back = self.announcing._replace(fn=method)
+        try:
+            call = Call(self.session, self.place, fn, args, {}, here(3), what=what, token=token, announcing=back)
+            try:
+                return ActorWork(self, call, stream, what, made)
+            finally:
+                call.end()
+        except NodeLost as error:
+            raise _named(error, self.kind) from None
+
+    def share(self) -> _Shared:
+        """Has nodes be able to call the actor."""
+        with self._lock:
+            if self._shared is None:
+                token, _ = self.alive()
+                hello, held = self.place.hello, holder()
+                about = actor_calls.About(self.kind.__qualname__, self.node, hello.host, hello.pid, _methods(self.kind))
+                party = SCRIPT if self.session.shares_process else self.node
+                living = weakref.ref(self)
+                number = held.caller.objects.make(
+                    lambda all, number: shared_actors.Actor(all, number, party, about.kind, living)
+                )
+                found = _Shared(number, held.where(number), about)
+                serving = self.issue(actor_calls.serve, (token, *found), f"{about.kind}()")
+                serving.when_failed(partial(_failed, held.caller.objects, number))
+                self._shared = found
+            return self._shared
+
+    def hand(self, party: int, number: int) -> None:
+        """Counts handles of a node: so many more, or less."""
+        of = self.share().number
+        party = SCRIPT if self.session.shares_process else party
+        holder().caller.objects.change(of, lambda actor: actor.hand(party, number))
+
+    def __repr__(self) -> str:
+        return f"<actor {self.kind.__qualname__} on node {self.node}>"
+
+
+class Actor(Shared[Any], Counted, Generic[K]):
     """The handle of an actor, which ``dt.actor`` makes. Its methods are those of the class, and return Works.
 
     ``handle[Class.method](...)`` is ``handle.method(...)`` in a form that a type checker can follow: it knows the
     arguments and the result.
+
+    Among arguments of functions and of other actors it stands for the actor there, too, whose methods it calls.
 
     Attributes:
         node: the number of its node.
@@ -169,52 +264,45 @@ class Actor(Generic[K]):
     def __init__(
         self, session: Session, place: Place, kind: type[K], args: Any, kwargs: Any, site: Any, announcing: Announcing
     ) -> None:
-        self._announcing = announcing
         self.node = place.node
-        self._session, self._place, self._kind, self._site = session, place, kind, site
-        self._closing: ActorWork[None] | None = None
-        where = session.places.at(place.node, "cpu")
-        handle = Handle(new_ref(), meta_of((1,), contiguous((1,)), 0, torch.int64, where))
-        token: Any = proxy(handle)
-        self._kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
-        seed = session.places.own_seed()
-        arguments = (kind, args, kwargs, kind.__qualname__, seed)
-        self.ready: ActorWork[None] = self._issue(node_side.make, arguments, f"{kind.__qualname__}()", made=handle.ref)
-        session.part(Actors).living.add(self)
+        self._kind, self._site = kind, site
+        self._living = _Living(session, place, kind, announcing)
+        self._given: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps a handle there
+        self._lock = threading.RLock()
+        arguments = (kind, args, kwargs, kind.__qualname__, session.places.own_seed())
+        self.ready: ActorWork[None] = self._living.issue(
+            node_side.make, arguments, f"{kind.__qualname__}()", made=self._living.ref
+        )
 
     def close(self) -> ActorWork[None]:
         """Ends the actor after what was issued, by its ``close()``, if it has one; returns a Work at once.
 
         A second call returns the same Work. What is called later raises DisttensorError.
         """
-        if self._closing is None:
-            token, _ = self._alive()
-            self._closing = self._issue(node_side.close, (token,), f"{self._kind.__qualname__}.close()")
-            self._kept = None  # its stream ends when that is done
-        return self._closing
+        return self._living.close()
 
-    def _alive(self) -> tuple[DistributedTensor, Stream]:
-        kept = self._kept
-        if kept is None:
-            raise DisttensorError(f"{self} is closed")
-        return kept
-
-    def _issue(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0, method: Any = None
-    ) -> ActorWork[Any]:
-        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns;
-        ``method``: that of the class which it calls."""
-        waits("an actor's call")
-        token, stream = self._alive()
-        back = self._announcing._replace(fn=method)
-        try:
-            call = Call(self._session, self._place, fn, args, {}, here(3), what=what, token=token, announcing=back)
-            try:
-                return ActorWork(self, call, stream, what, made)
-            finally:
-                call.end()
-        except NodeLost as error:
-            raise _named(error, self._kind) from None
+    def given(self, place: Place, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a function and its arguments that give a handle on a node, which gets one now if it has none yet,
+        ``beside`` what the node does otherwise or in its turn."""
+        living = self._living
+        if place.session is not living.session:
+            raise DisttensorError(f"{self} is of a session that was shut down")
+        with self._lock:
+            given = self._given.get(place.node)
+            if given is None:
+                found, site = living.share(), here()
+                living.hand(place.node, 1)
+                try:
+                    call = Call(living.session, place, actor_calls.hold, found, {}, site)
+                    try:
+                        given = issue(living.session, [call], f"a handle of {self}", site, beside=beside)
+                    finally:
+                        call.end()
+                except BaseException:
+                    living.hand(place.node, -1)
+                    raise
+                self._given[place.node] = given
+            return shared_objects.get, (given,)
 
     def __getattr__(self, name: str) -> Callable[..., ActorWork[Any]]:
         if name.startswith("__") or "_kind" not in self.__dict__:
@@ -263,7 +351,8 @@ class Actor(Generic[K]):
         _fits(what, method, args if bound else (self, *args), kwargs)
         if name == "__call__" and issubclass(kind, torch.nn.Module):
             method = kind.forward
-        return self._issue(node_side.call, (self._alive()[0], name, args, kwargs), what, method=method)
+        living = self._living
+        return living.issue(node_side.call, (living.alive()[0], name, args, kwargs), what, method=method)
 
     def __enter__(self) -> Self:
         return self
@@ -275,7 +364,7 @@ class Actor(Generic[K]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DisttensorError(
-            f"{self} can't be sent, copied or saved: it is called from this script only; give what its methods return"
+            f"{self} can't be copied or saved: give it as an argument to a function, or to another actor"
         )
 
     def __dir__(self) -> list[str]:
@@ -289,16 +378,28 @@ class Actor(Generic[K]):
 class ActorWork(Submitted[T_co]):
     """A call of an actor on its way."""
 
-    def __init__(self, actor: Actor[Any], call: Call, stream: Stream, what: str, made: int) -> None:
+    def __init__(self, actor: _Living, call: Call, stream: Stream, what: str, made: int) -> None:
         """``made``: the ref of the actor's token, if that is what the call makes."""
-        super().__init__(actor._session, [call], what, None)
-        self._kind = actor._kind  # and not the handle, whose end is the actor's
+        super().__init__(actor.session, [call], what, None)
+        self._kind = actor.kind  # and not the actor, whose end is that of the last who has it
         part, node, site = self.parts[0], actor.node, here(4)
-        part.begin(actor._session)
+        part.begin(actor.session)
         id = part.request.id
         run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
-        actor._session.link.together([(node, c.On(stream.stream_id, run), site)])
+        actor.session.link.together([(node, c.On(stream.stream_id, run), site)])
         call.issued()
+
+    def when_failed(self, fn: Callable[[c.Failed], object]) -> None:
+        """Has ``fn`` be called with what tells of the error, if the call fails, in any thread: it must not block. The
+        error counts as none that anybody has asked for."""
+        part, failures = self.parts[0], self._session.link.failures
+
+        def look() -> None:
+            reply = part.request.reply
+            if isinstance(reply, c.Poisoned) and (failure := failures.get((reply.rank, reply.seq))) is not None:
+                fn(failure.told)
+
+        self._ended.add_done_callback(look)
 
     def _made(self) -> Any:
         try:
@@ -315,7 +416,7 @@ class Actors:
     """The actors of one session that have not been closed."""
 
     def __init__(self) -> None:
-        self.living: weakref.WeakSet[Actor[Any]] = weakref.WeakSet()
+        self.living: weakref.WeakSet[_Living] = weakref.WeakSet()
 
     def finish(self, deadline: float | None) -> list[Exception]:
         """Ends them all, at the session's end, which waits for what was issued, and tells what has failed."""
@@ -323,6 +424,21 @@ class Actors:
             with suppress(DisttensorError):  # its node is lost, and that is told
                 each.close()
         return []
+
+
+def _failed(objects: Objects, number: int, told: c.Failed) -> None:
+    """Has all calls of nodes fail with what an actor's ``__init__`` has raised."""
+    item = s.Item(s.encode(told))
+    objects.change(number, lambda actor: actor.fail(item))
+
+
+def _methods(kind: type) -> list[str]:
+    """Returns the names of what functions on nodes may call."""
+    names = [name for name in dir(kind) if not name.startswith("__") and name != "close"]
+    static = {name: inspect.getattr_static(kind, name) for name in names}
+    found = [name for name in names if not isinstance(static[name], property) and callable(getattr(kind, name, None))]
+    called = any("__call__" in vars(base) for base in kind.__mro__)
+    return [*found, *(["__call__"] if called else [])]
 
 
 def _named(error: NodeLost, kind: type) -> NodeLost:

@@ -100,7 +100,9 @@ class Held:
     def close(self) -> None:
         """Ends all waits, and the connections."""
         self.objects.end("the session has ended")
-        handles.here.pop(self._session.job, None)
+        threads = handles.here.pop(self._session.job, None)
+        if isinstance(threads, Local):
+            threads.close()
         if self._session.shares_process:
             handles.forget_names()
         if self._service is not None:

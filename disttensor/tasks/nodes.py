@@ -7,10 +7,10 @@ from typing import Any, SupportsIndex, overload
 from ..dispatch.call_site import here
 from ..runtime.master.failures import line_of
 from ..runtime.master.node import Node
+from ..runtime.process.tables import columns, html
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.session import Session
-from ..session.tables import columns, html
 
 
 class NodeInfo(dict[str, Any]):

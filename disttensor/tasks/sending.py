@@ -50,8 +50,9 @@ class Result(Work[T_co]):
 class Shared(Generic[T_co]):
     """An object among arguments that a node is given once: see shared.py."""
 
-    def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:
-        """Returns a function and its arguments that give the object on a node."""
+    def given(self, place: Place, beside: bool) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a function and its arguments that give the object on a node. ``beside``: they are for a function
+        that does not wait for what the node is at."""
         raise NotImplementedError
 
 
@@ -246,7 +247,7 @@ class _Pickler(_Noting):
         if is_announcable(kind):
             self._keep.classes.add(kind)
         if isinstance(value, Shared):
-            return value.given(self._place)
+            return value.given(self._place, self._keep.token is not None)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
             return itemgetter(0), ((value.result(),),)
         return super().reducer_override(value)

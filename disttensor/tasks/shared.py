@@ -33,21 +33,22 @@ class Ref(Shared[T]):
         self._ready = Ready()
         self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
 
-    def given(self, place: Place) -> tuple[Any, tuple[Any, ...]]:
-        """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet."""
+    def given(self, place: Place, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet,
+        ``beside`` what the node does otherwise or in its turn."""
         if place.session is not self._session:
             raise DisttensorError("a Ref is of a session that was shut down; dt.tasks.share(ref.value) makes another")
         with self._lock:
             kept = self._kept.get(place.node)
             if kept is None:
-                kept = self._kept[place.node] = self._send(place)
+                kept = self._kept[place.node] = self._send(place, beside)
             return shared_objects.get, (kept,)
 
-    def _send(self, place: Place) -> Submitted[Any]:
+    def _send(self, place: Place, beside: bool) -> Submitted[Any]:
         session, site = self._session, here()
         call = Call(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
         try:
-            return issue(session, [call], "share()", site)
+            return issue(session, [call], "share()", site, beside=beside)
         finally:
             call.end()
 

@@ -2,7 +2,8 @@
 
 An actor has a token (tokens.py), which each call names among its operands, and a stream of its own, on which its calls
 are done in order. So a call that is under way keeps the actor, and a token that failed to be made (``__init__`` has
-raised) fails each call with that error.
+raised) fails each call with that error. Calls of other nodes come by a thread (runtime/shared/actor_calls.py); the lock
+of an actor has all be done one at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +30,22 @@ class Actor:
         self.name = name
         self.draws = OwnDraws(seed)
         self.object: Any = None  #: None once it has ended
+        self.lock = threading.RLock()  #: held while a method runs
+        self.number: int | None = None  #: by which other nodes call it
+        self.retire: Callable[[], object] = lambda: None  #: tells those that it has ended
 
     def close(self) -> None:
         """Calls the object's ``close()``, if its class has one, and drops the object."""
-        found, self.object = self.object, None
-        close = getattr(type(found), "close", None)
-        with self.draws:
-            if callable(close):
-                found.close()
-            del found  # here, so that its __del__ draws as its methods do
+        with self.lock:
+            found, self.object = self.object, None
+            close = getattr(type(found), "close", None)
+            try:
+                with self.draws:
+                    if callable(close):
+                        found.close()
+                    del found  # here, so that its __del__ draws as its methods do
+            finally:
+                self.retire()
 
     def end(self) -> None:
         """Ends an actor that the script has dropped, in a thread of its own: its ``close()`` may take long."""
@@ -53,6 +61,18 @@ class Actor:
             traceback.print_exc()
 
 
+class _Now(threading.local):
+    actor: Actor | None = None
+
+
+_now = _Now()
+
+
+def current() -> Actor | None:
+    """Returns the actor of which this thread runs a method; None elsewhere."""
+    return _now.actor
+
+
 def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int) -> torch.Tensor:
     """Makes an actor. Returns its token."""
     actor = Actor(name, seed)
@@ -63,11 +83,19 @@ def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, see
 
 def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls a method of an actor."""
-    actor: Actor = behind(token)
-    if actor.object is None:
-        raise DisttensorError(f"the actor {actor.name} is closed")
-    with actor.draws:
-        result = getattr(actor.object, method)(*args, **kwargs)
+    return call_of(behind(token), method, args, kwargs)
+
+
+def call_of(actor: Actor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of an actor, when no other one of its methods runs."""
+    with actor.lock, actor.draws:
+        if actor.object is None:
+            raise DisttensorError(f"the actor {actor.name} is closed")
+        before, _now.actor = _now.actor, actor
+        try:
+            result = getattr(actor.object, method)(*args, **kwargs)
+        finally:
+            _now.actor = before
         if result is actor.object and not is_announcable(type(result)):
             raise TypeError(
                 f"{actor.name}.{method}() returned the actor's object, which stays on its node; return None, or what "

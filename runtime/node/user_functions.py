@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from .store import Other, shared
 MAX_PICKLE = 64 << 20
 #: The most functions that are kept after their first call.
 MAX_KEPT = 1024
+
+_T = TypeVar("_T")
 
 Tensors = Callable[[int], torch.Tensor | Held]  #: returns a tensor by its ref
 #: An encoded value, the tensors beside it, and the classes of users' objects in it.
@@ -176,9 +178,15 @@ class _Function:
 
 
 def _run(function: _Function, arguments: bytes, beside: bool, what: str, tensor: Tensors) -> Returned:
+    return guarded(what, partial(_result_of, function, arguments, beside, tensor))
+
+
+def guarded(what: str, job: Callable[[], _T]) -> _T:
+    """Runs code of the user's, named in words, and returns what it does. Raises an Exception for whatever that raises:
+    others would end the node."""
     try:
         with EndsForkedChild(what or "a function"):
-            return _result_of(function, arguments, beside, tensor)
+            return job()
     except SystemExit as e:
         status = attempt(partial(repr, e.code), "the code")
         raise DisttensorError(f"the function called sys.exit({status}); the node goes on; let it return instead") from e

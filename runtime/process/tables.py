@@ -1,10 +1,11 @@
-"""Tables for people: columns of text, which the package rich folds where a terminal is narrower than they are."""
+"""Tables for people: columns of text, which the package rich folds where a terminal is narrower than they are; HTML."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 
 #: What pads a cell to a width: ``str.ljust`` or ``str.rjust``.
 Side = Callable[[str, int], str]
@@ -41,3 +42,17 @@ def show(rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*map(Text, row))  # no text has markup
     Console(width=width, height=height).print(table)
+
+
+def html(title: str, header: Sequence[object], rows: Iterable[Sequence[object]], heads: int = 0) -> str:
+    """Returns a table of HTML, in which each cell is shown as it is: nothing in it counts as HTML.
+
+    ``heads``: how many cells of each row name the row.
+    """
+    lines = [f"<caption>{escape(title)}</caption>", _line(header, len(header)), *(_line(row, heads) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _line(cells: Sequence[object], heads: int) -> str:
+    tags = ["th"] * heads + ["td"] * (len(cells) - heads)
+    return f"<tr>{''.join(f'<{tag}>{escape(str(c))}</{tag}>' for tag, c in zip(tags, cells, strict=True))}</tr>"

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from .arguments import Message
+from .commands import Failed
 from .errors import UNDECODABLE, ProtocolError
 
 #: The most bytes of an item: its plain data and its tensors together.
@@ -27,6 +28,10 @@ MAX_WHOLE = MAX_ITEM + (1 << 20)
 MAX_TENSORS = 4096
 #: The most channels that one ``select`` waits for.
 MAX_SELECTED = 1024
+#: The most handles of actors among the arguments of a call.
+MAX_HANDLES = 1024
+#: The most bytes of what tells of an error that an actor's method has raised.
+MAX_RAISED = 4 << 20
 #: Bytes of a message per piece, well under a message's limit.
 PIECE = 512 << 10
 MORE, LAST = b"\0", b"\1"
@@ -38,6 +43,8 @@ OK, EMPTY, FULL, SHUT, LOST, REFUSED, ENDED = range(7)
 BROKEN, ACT = 20, 21
 #: And of a queue of work: an item was given up.
 DROPPED = 30
+#: And of an actor: its method has raised what the item tells.
+RAISED = 40
 #: What an ``Entry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
 #: version; to take it out, or the last one, or all; to wait until it is there.
 GET, HAS, SET, SET_DEFAULT, SWAP, POP, POP_LAST, CLEAR, WAIT = range(9)
@@ -136,6 +143,7 @@ class Answer(Message, frozen=True, tag=7):
     trusted: bool = False
     keys: tuple[bytes, ...] = ()
     items: tuple[Item, ...] = ()
+    handles: tuple[int, ...] = ()  #: the actors whose handles are in an item that an actor is given
 
 
 class Acquire(Message, frozen=True, tag=20):
@@ -250,15 +258,58 @@ class Page(Message, frozen=True, tag=41):
     values: bool = False
 
 
+class Invoke(Message, frozen=True, tag=50):
+    """Calls a method of an actor; the answer is what that has returned, or raised."""
+
+    call: _Number
+    of: _One
+    method: _Words
+    item: Item  #: its arguments
+    handles: Annotated[tuple[_Number, ...], Meta(max_length=MAX_HANDLES)] = ()  #: one for each handle among these
+
+
+class Serve(Message, frozen=True, tag=51):
+    """An actor's node asks for the next call, and tells the end of the one before, if there was one."""
+
+    call: _Number
+    of: _One
+    ended: _Number | None = None
+    item: Item | None = None  #: what that has returned, or raised
+    raised: bool = False
+
+
+class Await(Message, frozen=True, tag=52):
+    """A method of an actor waits for the answer to a request of its node, or does not wait any more."""
+
+    call: _Number
+    of: _One  #: the actor whose method it is
+    pending: _Number | None = None
+
+
+class Drop(Message, frozen=True, tag=53):
+    """A node has one handle of an actor less."""
+
+    call: _Number
+    of: _One
+
+
+class Retire(Message, frozen=True, tag=54):
+    """An actor has ended."""
+
+    call: _Number
+    of: _One
+
+
 Asking: TypeAlias = (
     Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | Done | Return | Join
-    | Entry | Page
+    | Entry | Page | Invoke | Serve | Await | Drop | Retire
 )  # fmt: skip
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_raised: msgspec.msgpack.Decoder[Failed] = msgspec.msgpack.Decoder(Failed)
 
 
 def encode_request(request: Asking) -> bytes:
@@ -287,6 +338,16 @@ def decode_answer(message: bytes) -> Answer:
         return _answers.decode(message)
     except UNDECODABLE as e:
         raise ProtocolError(f"an answer of {len(message)} bytes is not of this protocol: {e}") from None
+
+
+def decode_raised(data: bytes) -> Failed:
+    """Decodes what tells of an error that an actor's method has raised. Raises ProtocolError."""
+    if len(data) > MAX_RAISED:
+        raise ProtocolError(f"{len(data)} bytes tell of an error, and {MAX_RAISED >> 20} MiB may")
+    try:
+        return _raised.decode(data)
+    except UNDECODABLE as e:
+        raise ProtocolError(f"what tells of an error, of {len(data)} bytes, is not of this protocol: {e}") from None
 
 
 def pieces(message: bytes) -> Iterator[bytes]:

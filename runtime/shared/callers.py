@@ -48,6 +48,8 @@ class Local:
         self, objects: Objects, begin: Callable[[], None], told: Callable[[int], object] = lambda rank: None
     ) -> None:
         self.objects, self._begin, self._told = objects, begin, told
+        self._later: SimpleQueue[s.Asking | None] = SimpleQueue()
+        self._telling: threading.Thread | None = None  #: asks what finalizers have to tell
 
     def number(self) -> int:
         return next(self.objects.numbers)
@@ -68,8 +70,28 @@ class Local:
             self._told(answer.count)
         return answer
 
+    def begin(self, slot: Slot) -> None:
+        self.objects.ask(SCRIPT, slot.request, slot.fill)
+
     def tell(self, request: s.Asking) -> None:
         self.objects.ask(SCRIPT, request, lambda _: None)
+
+    def tell_later(self, request: s.Asking) -> None:
+        self._later.put(request)
+
+    def expect_later(self) -> None:
+        """Has what ``tell_later`` gets be asked from now on."""
+        if self._telling is None:
+            self._telling = threading.Thread(target=self._tell, name="disttensor-dropped", daemon=True)
+            self._telling.start()
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        self._later.put(None)
+
+    def _tell(self) -> None:
+        while (request := self._later.get()) is not None:
+            self.tell(request)
 
     @uninterrupted
     def _abandon(self, slot: Slot) -> None:
@@ -100,13 +122,9 @@ class Client:
         return next(self._numbers)
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
-        own()  # a process that was forked has the connection, and nobody who uses it
-        message, slot = s.encode_request(request), Slot(request)
+        slot = Slot(request)
         try:
-            self._slots[request.call] = slot
-            self._out.put(message)
-            if self._ended:
-                raise DisttensorError(self._ended)
+            self.begin(slot)
             if slot.wait(timeout) is None:
                 self._out.put(s.Withdraw(request.call))
             answer = slot.wait()
@@ -117,8 +135,21 @@ class Client:
             raise DisttensorError(self._ended or "the session has ended")
         return answer
 
+    def begin(self, slot: Slot) -> None:
+        own()  # a process that was forked has the connection, and nobody who uses it
+        message = s.encode_request(slot.request)
+        self._slots[slot.request.call] = slot
+        self._out.put(message)
+        if self._ended:
+            raise DisttensorError(self._ended)
+
     def tell(self, request: s.Asking) -> None:
         self._out.put(s.encode_request(request))
+
+    tell_later = tell  # a put takes no lock that a finalizer could wait for
+
+    def expect_later(self) -> None:
+        """Does nothing: a thread sends what it gets already."""
 
     def _abandon(self, slot: Slot) -> None:
         with self._lock:

@@ -94,6 +94,11 @@ def caller_at(where: Where) -> Caller:
     return callers.client(where.addresses)
 
 
+class Counted:
+    """A handle of an actor, of which the script knows who has one: among arguments of calls it crosses, and in no
+    item."""
+
+
 class Handle:
     """A shared object, as the script or a function on a node has it. It is pickled as its number, and where to ask."""
 
@@ -154,6 +159,8 @@ class Handle:
     def _refers(self, value: Any) -> list[Any] | None:
         """Returns what stands for a handle that is put into this one, from where whoever gets it can use it; None for
         others."""
+        if isinstance(value, Counted):
+            raise TypeError(f"{value!r} can't be put into {self!r}: give it as an argument to a function or an actor")
         if not isinstance(value, Handle):
             return None
         if value._asking() is not self._asking():

@@ -129,6 +129,13 @@ class Objects:
         with self._lock:
             self._objects[number].share()
 
+    @uninterrupted
+    def change(self, number: int, change: Callable[[Any], object]) -> None:
+        """Changes an object, for the script. Does nothing once the session has ended."""
+        with self._lock:
+            if (found := self._objects.get(number)) is not None:
+                change(found)
+
     def is_shared(self, number: int, kind: type[Object]) -> bool:
         """Returns whether functions on nodes may have an object, and it is of this kind."""
         found = self._objects.get(number)
@@ -199,6 +206,10 @@ class Objects:
         self._waits[key] = wait
         self._waiting[wait.party] = count + 1, size + wait.size
         return True
+
+    def waiting_for(self, party: int, call: int) -> Wait | None:
+        """Returns a request that has no answer yet; None for others."""
+        return self._waits.get((party, call))
 
     def finish(self, wait: Wait, answer: Answer | None) -> None:
         """Ends a wait, with an answer if somebody is there to have one. Does nothing to one that is over."""

@@ -15,21 +15,24 @@ from ..protocol.flat import as_bytes
 from ..protocol.shared_objects import MAX_ITEM, MAX_SIZE, MAX_TENSOR_DIMS, MAX_TENSORS, Flat, Item
 
 
-def pack(value: Any, refers: Callable[[Any], list[Any] | None] | None = None) -> Item:
-    """Makes an item of a value. A tensor on a node is fetched; ``refers`` as for ``values.encode``.
+def pack(
+    value: Any, refers: Callable[[Any], list[Any] | None] | None = None, what: str = "an item", verb: str = "put"
+) -> Item:
+    """Makes an item of a value. A tensor on a node is fetched; ``refers`` as for ``values.encode``; ``what``, ``verb``:
+    as for ``encode_plain``.
 
     Raises TypeError for other than plain data and tensors, ValueError for what is too large, and what fetching raises.
     """
     tensors: list[torch.Tensor] = []
-    data = encode_plain(value, tensors, "an item", "put", beside=False, refers=refers)
+    data = encode_plain(value, tensors, what, verb, beside=False, refers=refers)
     if len(tensors) > MAX_TENSORS:
-        raise ValueError(f"an item has {len(tensors)} tensors, and may have {MAX_TENSORS}; torch.cat makes them one")
+        raise ValueError(f"{what} has {len(tensors)} tensors, and may have {MAX_TENSORS}; torch.cat makes them one")
     size = len(data) + sum(x.numel() * x.element_size() + 64 for x in tensors)
     if size > MAX_ITEM:
         raise ValueError(
-            f"an item has {size} bytes, and may have {MAX_ITEM >> 20} MiB; send it in parts, or use x.to('node:k')"
+            f"{what} has {size} bytes, and may have {MAX_ITEM >> 20} MiB; send it in parts, or use x.to('node:k')"
         )
-    here = [fetched(x, "an item") for x in tensors]
+    here = [fetched(x, what) for x in tensors]
     return Item(data, tuple(Flat(IDS[x.dtype], tuple(x.shape), bytes(bytes_of(x))) for x in here))
 
 

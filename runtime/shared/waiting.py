@@ -31,10 +31,11 @@ class Slot:
         self.answer = answer
         self._come.release()
 
-    def wait(self, timeout: float | None = None) -> Answer | None:
-        """Returns the answer, or None after ``timeout`` seconds. Interruptible in every thread."""
+    def wait(self, timeout: float | None = None, own_thread: bool = False) -> Answer | None:
+        """Returns the answer, or None after ``timeout`` seconds. Interruptible in every thread, except in one of
+        disttensor's ``own``, which nobody interrupts."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        main = threading.current_thread() is threading.main_thread()
+        main = own_thread or threading.current_thread() is threading.main_thread()
         while self.answer is None:
             left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
             if not main:
@@ -61,5 +62,14 @@ class Caller(Protocol):
         """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
         back what it has taken."""
 
+    def begin(self, slot: Slot) -> None:
+        """Asks what a slot is for, and does not wait; the answer comes into it."""
+
     def tell(self, request: Asking) -> None:
         """Asks, and drops the answer."""
+
+    def tell_later(self, request: Asking) -> None:
+        """Asks as ``tell``, in a finalizer: takes no lock."""
+
+    def expect_later(self) -> None:
+        """Has what ``tell_later`` gets be asked from now on."""

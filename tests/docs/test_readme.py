@@ -203,6 +203,19 @@ def test_sweep(tmp_path: Path) -> None:
     assert lines[-1].startswith("best learning rate")
 
 
+def test_parameter_server(tmp_path: Path) -> None:
+    """Each worker has pushed all that it had to, and it has learned; in no more lines than Ray's program has."""
+    path = ROOT / "examples/parameter_server.py"
+    first, last = python(str(path), cwd=tmp_path).splitlines()
+    assert first == "loss at first 0.648"
+    loss, pushes = re.fullmatch(r"loss at the end ([\d.]+), pushes (.*)", last).groups()
+    assert float(loss) < 0.1
+    assert pushes == "{1: 100, 2: 100, 3: 100}"
+    _, _, program = path.read_text().split('"""')  # its docstring is a comment
+    code = [line for line in program.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(code) <= 38
+
+
 def test_overlap(tmp_path: Path) -> None:
     lines = python(str(ROOT / "examples/overlap.py"), cwd=tmp_path).splitlines()
     times = [re.fullmatch(r"(\w[\w ]*\w) +(\d+) ms", line)[1] for line in lines[:4]]

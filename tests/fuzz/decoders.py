@@ -417,6 +417,9 @@ _REQUESTS: dict[Any, list[Any]] = {
     shared_objects.Return: [shared_objects.Return(1, (0,), 2, 3, True, "raised ValueError")],
     shared_objects.Entry: [shared_objects.Entry(1, (0,), do, b"k", b"k") for do in range(9)],
     shared_objects.Page: [shared_objects.Page(1, (0,), 2, True)],
+    shared_objects.Invoke: [shared_objects.Invoke(1, (0,), "step", shared_values.pack(((1,), {})), (2, 2))],
+    shared_objects.Serve: [shared_objects.Serve(1, (0,), 2, shared_values.pack("x"), True)],
+    shared_objects.Await: [shared_objects.Await(1, (0,), 2)],
 }
 
 #: Answers with items, for the same reason.
@@ -424,10 +427,13 @@ _ANSWERS = [
     shared_objects.Answer(1, 2),
     shared_objects.Answer(1, 2, 3, shared_values.pack(1), 4, True, "it is closed", 5, True),
     shared_objects.Answer(1, 2, keys=(b"k",), items=(shared_values.pack("x"),)),
+    shared_objects.Answer(1, 0, 0, shared_values.pack(((1,), {})), 3, why="step", handles=(2, 2)),
 ]
 
 #: What makes a value of an item that was decoded as part of an answer.
 _UNPACKS = (
+    "runtime/shared/actor_calls.py:Calling.result",
+    "runtime/shared/actor_calls.py:_do.job",
     "runtime/shared/channel_handles.py:select",
     "runtime/shared/handles.py:checked",
     "runtime/shared/table_handles.py:SharedDict._pages",
@@ -680,6 +686,13 @@ DECODERS: tuple[Decoder, ...] = (
         st.binary(max_size=40).map(lambda data: shared_objects.LAST + data),
         lambda data: Joining().add(data),
         (ProtocolError,),
+    ),
+    Decoder(
+        "what an actor's method has raised",
+        packed(c.Failed, *(told for told in _REPORTS if isinstance(told, c.Failed))),
+        shared_objects.decode_raised,
+        (ProtocolError,),
+        covers=("runtime/protocol/shared_objects.py:decode_raised",),
     ),
     Decoder("item", _ITEMS, _item, (ProtocolError,), covers=_UNPACKS),
     Decoder("report", packed(c.Report, *_REPORTS), _report, (ProtocolError,), examples=150),

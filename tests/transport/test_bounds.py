@@ -207,6 +207,24 @@ def test_select(job: Job) -> None:
     job.check()
 
 
+def test_handles_of_actors_in_a_call(job: Job) -> None:
+    class Count:
+        def count(self, found: list[Any]) -> int:
+            return len(found)
+
+    def ask(actor: Any, number: int) -> int:
+        return int(actor.count([actor] * number).result())
+
+    most = shared_objects.MAX_HANDLES
+    actor = dt.actor(Count, node=1)
+    for number in (most - 1, most):
+        assert dt.run(ask, actor, number, node=1) == number
+    with pytest.raises(ValueError, match=f"its arguments have {most + 1} handles of actors, and may have {most}"):
+        dt.run(ask, actor, most + 1, node=1)
+    assert dt.run(ask, actor, 1, node=1) == 1
+    job.check()
+
+
 def test_names_in_what_is_shared(job: Job) -> None:
     """Names of functions, threads and exceptions, which tell who has a lock, may be long, and no text at all."""
     lock = Lock()
