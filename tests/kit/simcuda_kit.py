@@ -1,0 +1,73 @@
+"""Programs on simulated CUDA devices (tools/simcuda), each a process of its own, in which the runtime is preloaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+
+from checkout import ROOT
+from limits import HANG
+
+TOOLS = ROOT / "tools" / "simcuda"
+
+
+@cache
+def library() -> Path:
+    """Returns the path of the runtime for the torch of this Python, which has to be a CUDA build."""
+    built = subprocess.run(
+        [sys.executable, str(TOOLS / "build.py"), "--python", sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert built.returncode == 0, built.stderr
+    return Path(built.stdout.strip())
+
+
+def environment(kernels: bool, **settings: object) -> dict[str, str]:
+    """Returns what a process's environment adds for it to have such devices.
+
+    Args:
+        kernels: whether torch's operators are replaced where it imports torch.
+        settings: ``devices=2`` is SIMCUDA_DEVICES.
+    """
+    said = {f"SIMCUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    said["LD_PRELOAD"] = str(library())
+    paths = [str(ROOT), str(ROOT / "tests" / "kit")]
+    if kernels:
+        said["SIMCUDA_KERNELS"] = "1"
+        paths.insert(0, str(TOOLS / "site"))
+    said["PYTHONPATH"] = os.pathsep.join(paths)
+    return said
+
+
+def start(program: str, kernels: bool = False, visible: str | None = None, **settings: object) -> subprocess.Popen[str]:
+    """Starts a program on simulated devices. Its source may be indented."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SIMCUDA_", "CUDA_VISIBLE"))}
+    env |= environment(kernels, **settings)
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", dedent(program)], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def run(program: str, kernels: bool = False, visible: str | None = None, **settings: object) -> str:
+    """Runs a program on simulated devices and returns what it prints. AssertionError where it fails."""
+    with start(program, kernels, visible, **settings) as process:
+        out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 0, f"exit code {process.returncode}\n{out}{err}"
+    return out
+
+
+def dies(program: str, kernels: bool = False, **settings: object) -> str:
+    """Runs a program that a signal has to end, and returns what it says on its standard error."""
+    with start(program, kernels, **settings) as process:
+        out, err = process.communicate(timeout=HANG)
+    assert process.returncode < 0, f"exit code {process.returncode}\n{out}{err}"
+    return err
