@@ -71,3 +71,25 @@ def dies(program: str, kernels: bool = False, **settings: object) -> str:
         out, err = process.communicate(timeout=HANG)
     assert process.returncode < 0, f"exit code {process.returncode}\n{out}{err}"
     return err
+
+
+#: A script whose nodes have the devices: only what is started while the session is made has the environment.
+_BEGIN = """
+import os
+os.environ.update({env!r})
+import torch, disttensor as dt
+session = dt.init_master_worker(nodes={nodes}, backend={backend!r})
+for name in {env!r}:
+    del os.environ[name]
+assert not torch.cuda.is_available()
+"""
+
+
+def run_session(program: str, nodes: int = 2, backend: str = "shm", **settings: object) -> str:
+    """Runs a script whose nodes have simulated devices, and which has none itself, and returns what it prints."""
+    env = environment(True, **settings) | {"OMP_NUM_THREADS": "1"}
+    source = _BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n"
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])}
+    done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout

@@ -599,12 +599,26 @@ int set(void* to, int value, size_t size, void* handle) {
 
 // ---- what tests and the kernels in Python ask for
 
+// A stream's handle, which for the default streams stands for those of the device.
+static std::shared_ptr<Stream> on_device(int device, void* handle) {
+    std::swap(current, device);
+    auto stream = found(handle);
+    std::swap(current, device);
+    return stream;
+}
+EXPORT int simcuda_launch(int device, void* handle, void (*call)(void*), void* data) {
+    READY();
+    Lock lock(world.mutex);
+    auto stream = on_device(device, handle);
+    if (!stream) return say(INVALID_HANDLE);
+    return say(enqueue(stream, [=] { call(data); }));
+}
 // Fills memory of a device at once when the stream comes to it: a block that was free must not show what was in it.
-EXPORT int simcuda_fill(void* to, uint64_t pattern, size_t size, void* handle) {
+EXPORT int simcuda_fill(int device, void* to, uint64_t pattern, size_t size, void* handle) {
     READY();
     if (!size) return SUCCESS;
     Lock lock(world.mutex);
-    auto stream = found(handle);
+    auto stream = on_device(device, handle);
     if (!stream || !holding((uint64_t)to, size)) return say(INVALID_VALUE);
     if (stream->capture) return SUCCESS;  // a replay must not undo what stays in its pool
     char* target = inside(to);
@@ -620,9 +634,9 @@ EXPORT void simcuda_break(int error) {
     world.sticky = error;
     world.moved.notify_all();
 }
-EXPORT int simcuda_capturing(void* handle) {
+EXPORT int simcuda_capturing(int device, void* handle) {
     Lock lock(world.mutex);
-    auto stream = found(handle);
+    auto stream = on_device(device, handle);
     return stream && stream->capture ? 1 : 0;
 }
 // Before the interpreter ends: no task begins any more, and the one that runs is waited for.
