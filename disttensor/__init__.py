@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import moved
+from .errors import tracebacks
 from .torch_backend import at_import
 
 if TYPE_CHECKING:
@@ -181,3 +182,4 @@ def __dir__() -> list[str]:
 
 moved.install()
 at_import.watch()
+tracebacks.install()

@@ -18,7 +18,7 @@ import torch
 
 from ..dispatch import meta_inference
 from ..dispatch.call_site import here
-from ..errors import late_warnings
+from ..errors import late_warnings, tracebacks
 from ..errors.argument_checks import elsewhere, spelled
 from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
@@ -35,7 +35,7 @@ from ..runtime.node.worker import Worker
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
-from ..runtime.protocol.errors import DisttensorError, NodeLost, StartError
+from ..runtime.protocol.errors import LAST_OUTPUT, DisttensorError, NodeLost, StartError
 from ..runtime.protocol.keys import curve_pair, job_id, job_secret
 from ..runtime.transport.inproc import InprocHub
 from ..runtime.transport.sockets import SIDE_UNREAD
@@ -466,7 +466,7 @@ def _check_versions(session: Session, rank: int) -> None:
 
 
 def _tail(lines: Sequence[str]) -> str:
-    return "\nits last output:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
+    return f"\n{LAST_OUTPUT}\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
 
 
 def shutdown() -> None:
@@ -516,6 +516,7 @@ def _register_once() -> None:
     tested_versions.say()
     atexit.register(_at_exit)
     notebook.attach()
+    tracebacks.into_ipython()  # which may have come after the import
     os.register_at_fork(after_in_child=_in_child)
 
 

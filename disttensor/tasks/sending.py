@@ -9,11 +9,12 @@ import contextlib
 import io
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, ModuleType
-from typing import Any, Generic
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar, Generic
 
 import cloudpickle
 import torch
@@ -37,6 +38,8 @@ from .reloaded_modules import Modules
 
 #: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
 PIECE = 512 << 10
+#: What cloudpickle names the file of all code.
+_NO_FILE = "<dynamic-code>"
 
 
 class Result(Work[T_co]):
@@ -198,9 +201,18 @@ def _fails(pickler: Callable[[io.BytesIO], Any], value: Any) -> bool:
     return False
 
 
+def _code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+    """Reduces code as cloudpickle does, and names its file, which cloudpickle leaves out, for tracebacks of nodes."""
+    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    file = "".join(list(code.co_filename))  # an object of its own, so that pickles of one function are alike
+    return make, tuple(file if type(arg) is str and arg == _NO_FILE else arg for arg in args)
+
+
 class _ByName(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that sends objects by name which torch has in the place of modules, and no open files: cloudpickle
     would send a copy of what a file holds."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, io.TextIOWrapper) and value not in (sys.stdout, sys.stderr):

@@ -12,6 +12,7 @@ from types import CodeType
 
 import torch
 
+from ..process import cells
 from ..protocol import commands as c
 from ..protocol.errors import CancelledError, DisttensorError, GeometryError, NodeLost, PeerFailed, RemoteError
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, position
@@ -56,10 +57,16 @@ class Replayed(tuple[CodeType, int]):
 
 
 def line_of(site: Site | None) -> str:
-    """Returns the line of a site in words: "train.py:12 in step", or "an unknown line"."""
+    """Returns the line of a site in words: "train.py:12 in step", "Cell In[3], line 2 in f", or "an unknown line"."""
     if site is None:
         return "an unknown line"
-    return f"{site[0].co_filename}:{line_number(site)} in {site[0].co_qualname}"
+    return f"{cells.position(site[0].co_filename, line_number(site))} in {site[0].co_qualname}"
+
+
+def _with_source(site: Site | None) -> str:
+    """Returns the line of a site in words, and below them the code of a cell, as no file and number leads to it."""
+    source = cells.source(site[0].co_filename, line_number(site)) if site is not None else ""
+    return line_of(site) + (f"\n    {source}" if source else "")
 
 
 def line_number(site: Site) -> int:
@@ -101,9 +108,9 @@ class Failure:
         at = position(self.seq)[1]
         recorded = self.site.recorded.get(self.rank, ()) if isinstance(self.site, Replayed) else ()
         if 0 <= at < len(recorded):
-            where = f"  recorded: {line_of(recorded[at])}\n  replayed: {line_of(self.site)}"
+            where = f"  recorded: {_with_source(recorded[at])}\n  replayed: {_with_source(self.site)}"
         else:
-            where = f"  issued: {line_of(self.site)}"
+            where = f"  issued: {_with_source(self.site)}"
         if self.noted:
             where += f"\n  in {self.noted}"
         return f"  failed: {self.told.op} on node {self.rank} (host {self.host}, pid {self.pid})\n{where}"
@@ -121,7 +128,8 @@ class Failure:
         if held:
             error.add_note(held)
         if self.told.traceback:
-            error.add_note(f"--- traceback on node {self.rank} ---\n{self.told.traceback.rstrip()}")
+            trace = cells.with_cells(self.told.traceback.rstrip())
+            error.add_note(f"--- traceback on node {self.rank} ---\n{trace}")
         for i, other in enumerate(others[:MAX_ATTACHED]):
             error.add_note(f"--- failure {i + 2} of {len(others) + 1} ---\n{other}")
         if len(others) > MAX_ATTACHED:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..host.launcher import Sight
+from ..process.cells import with_cells
 from ..process.own_time import Unheard
 from ..process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, STREAMS, WORDS, Beside
 from .failures import line_of
@@ -197,7 +198,7 @@ def _users_frames(stack: str, beside: Beside | None = None) -> list[str]:
             continue
         takes_commands = any(" in serve" in line for line in lines[own:])
         if takes_commands if beside is None else f"0x{beside.thread:016x} " in head:
-            return _short([line for line in lines[:own] if line.startswith("  ")])
+            return _short([with_cells(line) for line in lines[:own] if line.startswith("  ")])
     return []
 
 

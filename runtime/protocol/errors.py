@@ -28,6 +28,10 @@ from __future__ import annotations
 UNDECODABLE = (ValueError, RecursionError)
 
 
+#: The headings of what stands below the sentence of an error, in its text.
+LAST_OUTPUT, LAST_COMMANDS = "its last output:", "the last commands that it was sent:"
+
+
 class DisttensorError(RuntimeError):
     """The base of all of disttensor's own exceptions."""
 
@@ -54,9 +58,9 @@ class NodeLost(DisttensorError):
         text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
         text += "; what it held is gone, other nodes stay usable"
         if tail:
-            text += "\nits last output:\n" + "\n".join(f"  {line}" for line in tail)
+            text += f"\n{LAST_OUTPUT}\n" + "\n".join(f"  {line}" for line in tail)
         if commands:
-            text += "\nthe last commands that it was sent:\n" + "\n".join(f"  {line}" for line in commands)
+            text += f"\n{LAST_COMMANDS}\n" + "\n".join(f"  {line}" for line in commands)
         super().__init__(text)
 
     def again(self) -> NodeLost:
