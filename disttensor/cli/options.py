@@ -55,6 +55,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """The option that prints versions, which are looked up when it is given."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from .versions import main
+
+        parser.exit(main())
+
+
 def both(group: argparse._ActionsContainer, *names: str, **how: Any) -> None:
     """Adds an option that also has torchrun's other spelling, which the help does not show."""
     dest = group.add_argument(*names, **how).dest
@@ -116,6 +125,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    it.add_argument("--version", action=_Version, nargs=0, help="print the versions of disttensor and its libraries")
     it.add_argument("-m", "--module", action="store_true", help="script is a module's name, as with python -m")
     both(it, "--no-python", action="store_true", help="script is a program that is run as it is, without python")
     it.add_argument("script", nargs="?", help="the program that drives the nodes")

@@ -81,6 +81,7 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(60)
         self.text = ""
+        self.trace = ""  #: of the last error
 
     def run(self, code: str, interrupt_at: str = "") -> str:
         """The printed text, or the error's name. Interrupts the cell when it has printed that."""
@@ -94,6 +95,7 @@ class Kernel:
 
         reply = self.client.execute_interactive(code, timeout=HANG, output_hook=take)["content"]
         self.text = plain("".join(out))
+        self.trace = plain("\n".join(reply.get("traceback", ())))
         return str(reply["ename"]) if reply["status"] == "error" else self.text
 
     def close(self) -> None:
@@ -142,6 +144,12 @@ def story(kernel: Kernel, tmp_path: Path) -> None:
     # an error of a node's function, with what it has printed before
     same(kernel.run("def fail(): print('oh'); 1 / 0\ndt.run(fail, node=1)"), "ZeroDivisionError")
     same(kernel.text, "[node 1] oh\n")
+    where = r"(?s).*Cell In\[\d+\], line 2\n.*frames inside disttensor; .*issued: Cell In\[\d+\], line 2 in <module>\n"
+    assert re.match(where + r"    dt\.run\(fail, node=1\)\n.*\n  Cell In\[\d+\], line 1, in fail\n", kernel.trace), (
+        kernel.trace
+    )
+    same(kernel.trace.splitlines()[-1], "ZeroDivisionError: division by zero")
+    same(re.findall(r"File.*/disttensor/.*", kernel.trace), [])
     # interrupted while it waits for a node, and while it computes
     nap = "def nap(): print('asleep'); time.sleep(600)\ndt.run(nap, node=1)"
     same(kernel.run(nap, "asleep"), "KeyboardInterrupt")

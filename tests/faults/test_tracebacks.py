@@ -190,7 +190,7 @@ def mine(*args): print("mine", len(args))
 if "before" in sys.argv: sys.excepthook = threading.excepthook = mine
 import disttensor as dt
 if "after" in sys.argv: sys.excepthook, old = lambda *args: (print("mine", len(args)), old(*args)), sys.excepthook
-dt.mesh(2, 2)
+dt.no_such_name
 """
     before, after = (run(tmp_path / "hooked.py", code, when) for when in ("before", "after"))
     assert (before.stdout, before.stderr) == ("mine 3\n", "")
@@ -259,13 +259,13 @@ from IPython.core.interactiveshell import InteractiveShell
 
 shell = InteractiveShell.instance(colors="nocolor")
 CELLS = [
-    "import torch, disttensor as dt\\ndt.init_master_worker(nodes=2);",
+    "import torch, disttensor as dt\\ndt.init_master_worker(nodes=2, launcher='inproc');",
     "x = torch.ones(3, 3, device='node:0')\\nx @ torch.ones(7, 7, device='node:0')",
     "def bad(by):\\n    return 1 / by",
     "dt.run(bad, 0, node=1)",
     "y = 1\\nz = torch.ones(3, 3, device='node:1').gather(0, torch.full((1, 1), 7, device='node:1'))",
     "z.cpu()",
-    "dt.shutdown()\\ndt.init_master_worker(nodes=1);",
+    "dt.shutdown()\\ndt.init_master_worker(nodes=1, launcher='inproc');",
     "a = 1\\nx + 1",
     "try: bad(0)\\nexcept Exception as e: raise KeyError('mine') from e",
     "raise ExceptionGroup('two', [dt.submit(bad, 0, node=0).exception()])",
