@@ -200,7 +200,8 @@ def test_one_host_cannot(tmp_path: Path) -> None:
         runs.settle()
     assert done.returncode == 1
     host = os.uname().nodename
-    assert f" on {host} did not start: its agent has ended (exit code 1)\nits last output:\n" in done.stderr
+    assert done.stderr.rstrip().endswith(f" on {host} did not start: its agent has ended (exit code 1)"), done.stderr
+    assert "\nits last output:\n" in done.stderr
     assert "No module named 'nothing_of_the_kind'" in done.stderr
 
 
