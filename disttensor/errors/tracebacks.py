@@ -62,7 +62,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def _show_of_thread(args: threading.ExceptHookArgs) -> None:
     error, stream = args.exc_value, sys.stderr
-    text = None if error is None else _text_or_none(error, args.exc_traceback)
+    text = None
+    if error is not None and not isinstance(error, SystemExit):  # which ends a thread without a word
+        text = _text_or_none(error, args.exc_traceback)
     if text is None or stream is None:
         threading.__excepthook__(args)
     else:
@@ -93,6 +95,8 @@ def text_of(error: BaseException, trace: TracebackType | None = None, colours: b
     for one, of in pairs:
         if one.stack:
             one.stack = _folded_stack(one.stack, details.get(id(of), ()))
+        elif id(of) in details:  # sys.tracebacklimit has it so
+            one.__notes__ = details[id(of)]
     return _with_hint("".join(made.format(**_colours() if colours else {})))
 
 
@@ -338,8 +342,12 @@ class _ForIPython:
     def __call__(
         self, kind: Any, error: BaseException | None, trace: Any = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        if error is None or not isinstance(trace, TracebackType) or not _folds(error):
-            return list(self._original(kind, error, trace, *args, **kwargs))
+        with contextlib.suppress(Exception):  # what an exception says of itself may raise anything
+            if error is not None and isinstance(trace, TracebackType) and _folds(error):
+                return self._folded(kind, error, trace, *args, **kwargs)
+        return list(self._original(kind, error, trace, *args, **kwargs))
+
+    def _folded(self, kind: Any, error: BaseException, trace: TracebackType, *args: Any, **kwargs: Any) -> list[str]:
         formats = self._original.__self__
         whole: list[tuple[BaseException, TracebackType | None]] = []
         with _shortened(error) as details:

@@ -24,6 +24,7 @@ from ..dispatch.call_site import here
 from ..dispatch.first_call import layout_of
 from ..dispatch.meta_inference import asks_always, gives_value
 from ..runtime.master.failures import line_of
+from ..runtime.process.cells import position
 from ..runtime.process.tables import columns
 from ..runtime.protocol.allow_list import AllowList
 from ..session import current
@@ -174,7 +175,7 @@ def _raised_at(error: BaseException) -> str:
     while at is not None:
         file = at.tb_frame.f_code.co_filename
         if not file.startswith((*torch.__path__, *sys.modules["disttensor"].__path__)):
-            found = f"{file}:{at.tb_lineno} in {at.tb_frame.f_code.co_qualname}"
+            found = f"{position(file, at.tb_lineno)} in {at.tb_frame.f_code.co_qualname}"
         at = at.tb_next
     return found
 

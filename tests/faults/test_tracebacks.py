@@ -5,6 +5,8 @@ The programs are those whose tracebacks took 37 to 73 lines when newcomers met t
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -19,7 +21,6 @@ from checkout import ROOT, search_path
 from limits import HANG
 
 import disttensor
-from disttensor.errors import tracebacks
 
 dt: Any = disttensor
 
@@ -101,9 +102,11 @@ for title, program in PROGRAMS.items():
         dt.synchronize()
 thread = threading.Thread(target=lambda: dt.run(fail, 0, node=1), name="mine")
 os.environ.pop("DISTTENSOR_TRACEBACK")
+silent = threading.Thread(target=lambda: dt.graphed(lambda x: sys.exit(3))(on_node))  # as SystemExit is in a thread
 with contextlib.redirect_stderr(io.StringIO()) as written:
-    thread.start()
-    thread.join()
+    for each in (silent, thread):
+        each.start()
+        each.join()
 print("#####", "a thread", written.getvalue(), sep="\\n")
 fail_here = dt.run(fail, 0, node=0)
 """
@@ -198,6 +201,12 @@ dt.no_such_name
     assert after.stderr.startswith("Traceback (most recent call last):")  # a hook that calls the one before it
 
 
+def shown(error: BaseException) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return written.getvalue()
+
+
 def raised(program: Callable[[], object]) -> BaseException:
     with pytest.raises(BaseException) as told:  # noqa: PT011
         program()
@@ -214,7 +223,7 @@ def test_causes_groups_and_notes_show(nodes: object) -> None:
 
     error = raised(caused)
     notes = [*error.__cause__.__notes__] if error.__cause__ else []
-    text = tracebacks.text_of(error) or ""
+    text = shown(error)
     mine, yours = text.split("\nThe above exception was the direct cause of the following exception:\n")
     assert not _OURS.search(text)
     assert "\nof the user's\n" in mine
@@ -222,7 +231,7 @@ def test_causes_groups_and_notes_show(nodes: object) -> None:
     assert yours.endswith("KeyError: 'yours'\n")
     assert [*error.__cause__.__notes__] == notes if error.__cause__ else False
     group = BaseExceptionGroup("both", [raised(caused), raised(lambda: dt.node(7).__enter__())])
-    text = tracebacks.text_of(raised(lambda: (_ for _ in ()).throw(group))) or ""
+    text = shown(raised(lambda: (_ for _ in ()).throw(group)))
     assert "ExceptionGroup: both (2 sub-exceptions)" in text
     assert text.count("inside disttensor") == 2
     assert text.count("DISTTENSOR_TRACEBACK=full") == 1
@@ -230,10 +239,10 @@ def test_causes_groups_and_notes_show(nodes: object) -> None:
     # a context that ``from None`` hides is not ours to show
     hidden = raised(caused)
     hidden.__cause__, hidden.__suppress_context__ = None, True
-    assert tracebacks.text_of(hidden) is None
+    assert "inside disttensor" not in shown(hidden)
 
 
-def test_an_exception_that_cannot_be_shown_is_pythons(nodes: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_that_cannot_be_shown_is_pythons(nodes: object) -> None:
     class Odd(dt.DisttensorError):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -245,12 +254,23 @@ def test_an_exception_that_cannot_be_shown_is_pythons(nodes: object, capsys: pyt
             raise Odd from e
 
     error = raised(program)
-    sys.excepthook(type(error), error, error.__traceback__)
-    shown = capsys.readouterr().err
-    assert "<exception str() failed>\n" in shown
-    assert "no words" not in shown
+    assert "<exception str() failed>\n" in shown(error)
     frames = traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else None)
     assert any("/disttensor/" in frame.filename for frame in frames)
+
+
+def test_notes_show_without_frames(nodes: object, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def noted() -> None:
+        try:
+            dt.node(7).__enter__()
+        except ValueError as e:
+            e.add_note("of the user's")
+            raise
+
+    error = raised(noted)
+    monkeypatch.setattr(sys, "tracebacklimit", 0, raising=False)
+    assert shown(error).endswith("\nof the user's\n")
 
 
 IPYTHON = """
