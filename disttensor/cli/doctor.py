@@ -50,7 +50,7 @@ _HEEDED = re.compile(
 
 
 class Row(NamedTuple):
-    """What was found out about one thing, and what to do where it is not well."""
+    """The outcome of one check, and what to do where it is not well."""
 
     name: str
     state: str

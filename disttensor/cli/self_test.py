@@ -1,4 +1,4 @@
-"""What the doctor tries in a process of its own: torch, its devices, two nodes, and each data channel between them.
+"""The part of the doctor that has a process of its own: torch, its devices, two nodes, each data channel between them.
 
 Each row goes to standard output as soon as it is known, as a line of JSON.
 """

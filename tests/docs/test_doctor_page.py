@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -90,47 +89,6 @@ def test_the_page_is_as_it_is_printed() -> None:
     assert re.sub(r"\s*>\s*|\s+", " ", text) == re.sub(r"\s*>\s*|\s+", " ", "    ok    versions" + shown)
 
 
-#: What is wrong, and a word of what is to be done.
-WRONGS = {
-    "a library that is missing": (doctor.of_versions({"torch": "missing", "pyzmq": "27"}), "pip install torch"),
-    "little memory": (doctor.of_memory(100 << 20, 8 << 30, 0, 0), "ask for more"),
-    "few descriptors": (doctor.of_descriptors(64, 64, "too few"), "ulimit -Hn"),
-    "few processes": (doctor.of_processes(512, 400), "ulimit -u"),
-    "RDMA without locked memory": (doctor.of_locked(8 << 20, True), "ulimit -l"),
-    "docker's /dev/shm": (doctor.of_shm(64 << 20, 64 << 20, True), "--shm-size"),
-    "a /dev/shm of root's": (doctor.of_shm(8 << 30, 8 << 30, False), "1777"),
-    "a loopback that is down": (doctor.of_ports(32768, 60999, {"IPv4": "Network is unreachable"}, []), "127.0.0.1"),
-    "few ports": (doctor.of_ports(32768, 32800, {}, ["eth0"]), "ip_local_port_range"),
-    "a clock of 1970": (doctor.of_clock(False, "tsc", 1000.0), "set it"),
-}
-
-
-@pytest.mark.parametrize("name", WRONGS)
-def test_what_is_wrong_has_a_remedy(name: str) -> None:
-    row, remedy = WRONGS[name]
-    assert row.state == WRONG
-    assert remedy in row.do
-    assert f"> {row.do[:20]}" in doctor.shown(row)
-
-
-def test_what_is_well() -> None:
-    rows = [
-        doctor.of_versions({"torch": "2", "system": "Linux"}),
-        doctor.of_memory(4 << 30, 8 << 30, 8 << 30, 2),
-        doctor.of_descriptors(1024, resource.RLIM_INFINITY, ""),
-        doctor.of_processes(-1, 0),
-        doctor.of_processes(30_000, 200),
-        doctor.of_locked(resource.RLIM_INFINITY, True),
-        doctor.of_locked(64 << 10, False),
-        doctor.of_shm(8 << 30, 8 << 30, True),
-        doctor.of_ports(32768, 60999, {"IPv6": "Cannot assign requested address"}, []),
-        doctor.of_clock(True, "tsc", 1.8e9),
-    ]
-    assert [row for row in rows if row.state != OK or row.do] == []
-    assert "the control group may have 8.0 GiB; for want of memory the kernel has killed 2 processes" in rows[1].found
-    assert doctor.of_clock(False, "tsc", 1.8e9).state == NONE  # no fault of a single host's
-
-
 def test_a_limit_that_is_too_low_is_found() -> None:
     """The rows of this process's own limits, with other limits."""
     rows = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (40, 40)); from disttensor.cli import doctor\n"
@@ -156,12 +114,6 @@ def test_a_trial_that_does_not_end_well_is_a_row(code: str, found: str) -> None:
     assert rows[0] == Row("torch", OK, "x")
     assert [row.state for row in rows[1:]] == ([WRONG] if found else [])
     assert all(found in row.found for row in rows[1:]), rows
-
-
-def test_names_and_homes_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/srv/people/somebody")
-    text = "No module at /srv/people/somebody/lib/x.py, nor /home/other/y.py: '/home/third'"
-    assert doctor.without_names(text) == "No module at ~/lib/x.py, nor /home/USER/y.py: '/home/USER'"
 
 
 def test_versions_are_printed() -> None:

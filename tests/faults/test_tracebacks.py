@@ -150,18 +150,6 @@ def test_what_python_shows(tmp_path: Path) -> None:
     assert "    def fail(by): return 1 / by\n" in end  # on the node, of the script's file
 
 
-def test_a_node_names_the_file_of_a_function(tmp_path: Path) -> None:
-    """Without the file on the node's host the script adds the line."""
-    line = "    return 1 / 0"
-    note = '--- traceback on node 0 ---\nTraceback (most recent call last):\n  File "{}", line 2, in f\nE'
-    path = tmp_path / "there.py"
-    path.write_text(f"def f():\n{line}\n")
-    from disttensor.runtime.process.cells import with_cells
-
-    assert with_cells(note.format(path)) == note.format(path).replace("in f\n", "in f\n    return 1 / 0\n")
-    assert with_cells(note.format("/nowhere.py")) == note.format("/nowhere.py")
-
-
 PLAIN = """
 {}
 import threading, sys
