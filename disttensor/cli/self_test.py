@@ -66,11 +66,12 @@ def devices(torch: Any) -> Row:
 
 def session(torch: Any) -> Iterator[Row]:
     """Yields the rows of two nodes: what they compute, and what each data channel carries."""
-    import disttensor as dt
+    from .. import channels
+    from ..startup.start import init_master_worker, shutdown
 
     begun = time.monotonic()
     try:
-        dt.init_master_worker(nodes=2, launcher="local", threads=1, timeout=60)
+        init_master_worker(nodes=2, launcher="local", threads=1, timeout=60)
     except Exception as e:
         yield Row(
             "self-test", WRONG, f"two nodes did not start: {e}", "see the rows above, or send this to the authors"
@@ -79,11 +80,11 @@ def session(torch: Any) -> Iterator[Row]:
     try:
         started = time.monotonic() - begun
         yield attempt("self-test", lambda: f"two nodes started in {started:.1f} s; {computed(torch)}")
-        for name in dict.fromkeys(channel for _, _, channel in dt.channels.available()):
+        for name in dict.fromkeys(channel for _, _, channel in channels.available()):
             if name not in _NO_CARRIERS:
                 yield channel(torch, name)
     finally:
-        dt.shutdown()
+        shutdown()
 
 
 def computed(torch: Any) -> str:
@@ -108,14 +109,14 @@ def computed(torch: Any) -> str:
 
 def channel(torch: Any, name: str) -> Row:
     """Returns the row of a data channel, after it has carried a tensor from node to node."""
-    import disttensor as dt
+    from .. import channels
 
-    entry = dt.channels.available()["send", "cpu", name]
-    if not entry and (cuda := dt.channels.available()["send", "cuda", name]).why:
+    entry = channels.available()["send", "cpu", name]
+    if not entry and (cuda := channels.available()["send", "cuda", name]).why:
         return Row(f"channel {name}", NONE, entry.why or cuda.why, "programs that do not ask for it need nothing")
 
     def carried() -> str:
-        dt.channels.select(["send", "upload", "download"], name)
+        channels.select(["send", "upload", "download"], name)
         x = torch.arange(1 << 18, dtype=torch.float32)
         begun = time.monotonic()
         back = x.to("node:0").to("node:1").cpu()
@@ -127,7 +128,7 @@ def channel(torch: Any, name: str) -> Row:
     try:
         return attempt(f"channel {name}", carried)
     finally:
-        dt.channels.reset()
+        channels.reset()
 
 
 def attempt(name: str, tries: Callable[[], str]) -> Row:
