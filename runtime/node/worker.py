@@ -220,8 +220,9 @@ def start(bundle: Bundle) -> int:
     for path in map(as_name, reversed(bundle.sys_path)):
         if path not in sys.path:
             sys.path.insert(0, path)
-    if bundle.cwd and os.path.isdir(folder := as_name(bundle.cwd)):
-        os.chdir(folder)
+    if bundle.cwd:
+        with contextlib.suppress(OSError):  # it is not there, or this host's user may not enter it
+            os.chdir(as_name(bundle.cwd))
     bound = affinity.apply(bundle)
     if bound.said:
         print(f"disttensor: {bound.said}", file=sys.stderr)

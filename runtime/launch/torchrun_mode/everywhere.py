@@ -50,8 +50,9 @@ _STORE_HOST = os.path.join(os.path.dirname(__file__), "store_host.py")
 def main(lifeline: int) -> int:
     """Makes a node the program. Does not return unless there is no such program."""
     bundle = read_bundle(lifeline)
-    if bundle.cwd and os.path.isdir(folder := as_name(bundle.cwd)):
-        os.chdir(folder)
+    if bundle.cwd:
+        with contextlib.suppress(OSError):  # it is not there, or this host's user may not enter it
+            os.chdir(as_name(bundle.cwd))
     bound = affinity.apply(bundle)
     if bound.said:
         print(f"disttensor: {bound.said}", file=sys.stderr)
