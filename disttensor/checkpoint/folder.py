@@ -321,7 +321,11 @@ def _metadata_of(path: Path, disk: Disk) -> bytes:
         with named(str(file), "read"):
             return disk.read_file(str(file))
     except FileNotFoundError:
-        there = "there is no such folder" if not path.exists() else "the folder has no .metadata, which is written last"
+        there = (
+            f"there is no such folder on host {here()}"
+            if not path.exists()
+            else "the folder has no .metadata, which is written last"
+        )
         raise FileNotFoundError(f"{path} is no complete checkpoint: {there}") from None
 
 

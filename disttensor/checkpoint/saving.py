@@ -388,8 +388,9 @@ class _Job:
                 if not self.folder.has_claim():
                     raise self.folder.lost()
                 error = FileNotFoundError(
-                    f"host {host} does not see the folder {self.folder.path} that the script has made: a checkpoint is "
-                    "written by the nodes themselves, into a folder on a file system that they and the script share"
+                    f"host {host} does not see the folder {self.folder.path} that the script has made on host "
+                    f"{files.here()}: a checkpoint is written by the nodes themselves, into a folder on a file system "
+                    "that they and the script share"
                 )
                 if node is not None:
                     error.add_note(f"  failed: on node {node} (host {host})\n  issued: {line_of(self.site)}")

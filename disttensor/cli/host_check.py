@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
+from ..runtime.host import versions
 from ..runtime.host.addresses import LOOPBACK, way_to
 from ..runtime.host.interfaces import addresses_of
 from ..runtime.host.launch_spec import Host, LaunchSpec
-from ..runtime.launch.starters.ssh import addresses_by_ssh, advice_of, is_here, ssh_command
-from ..runtime.protocol.bundle import PROTOCOL, VERSION
+from ..runtime.launch.starters.ssh import addresses_by_ssh, advice_of, differing, is_here, ssh_command
 from ..runtime.protocol.errors import ProtocolError
 from .host_probe import PROGRAM, REACH
 
@@ -44,14 +44,15 @@ class Found:
     host: str
     told: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  #: each with what to do
+    remarks: list[str] = field(default_factory=list)  #: about what a job gets along with
     skew: float = 0.0  #: seconds by which its clock is ahead of this host's
 
     def row(self) -> tuple[str, ...]:
         """Returns the host's line of the table."""
         told = self.told
         clock = f"{self.skew:+.2f} s" if told else "-"
-        versions = [str(told.get(key, "-")) for key in ("python", "torch", "disttensor", "protocol")]
-        return (self.host, *versions, clock, "; ".join(self.problems) or "ok")
+        shown = [str(told.get(key) or "-") for key in ("python", "package torch", "disttensor", "protocol")]
+        return (self.host, *shown, clock, "; ".join([*(self.problems or ["ok"]), *self.remarks]))
 
 
 def told_of(line: bytes) -> dict[str, Any]:
@@ -71,11 +72,10 @@ class _Asked:
 
     def __init__(self, host: Host, spec: LaunchSpec) -> None:
         python = spec.python or sys.executable
-        command = [python, "-c", PROGRAM]
-        if not is_here(host.name):
-            path = os.environ.get("PYTHONPATH")
-            words = [*(["env", f"PYTHONPATH={path}"] if path else []), *command]
-            command = [*ssh_command(spec), "--", host.name, "exec " + shlex.join(words)]
+        path = os.environ.get("PYTHONPATH")
+        words = [*(["env", f"PYTHONPATH={path}"] if path else []), python, "-c", PROGRAM]
+        way = ["/bin/sh", "-c"] if is_here(host.name) else [*ssh_command(spec), "--", host.name]
+        command = [*way, "exec " + shlex.join(words)]
         self.found = Found(host.name)
         self.begun = time.time()
         self.answered = 0.0
@@ -119,8 +119,10 @@ class _Asked:
             code = self._process.wait()
             self._reader.join(1.0)
             lines = self._errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
-            advice = advice_of(self.found.host, lines, self._python)
-            self.found.problems.append(lines[-1] + (f": {advice}" if advice else ""))
+            advice = advice_of(self.found.host, lines)
+            self.found.problems.append(
+                differing(self.found.host, lines, self._python) or lines[-1] + (f": {advice}" if advice else "")
+            )
         return None
 
     def tell(self, words: object) -> None:
@@ -146,44 +148,45 @@ class _Asked:
             self._process.stderr.close()
 
 
-def mismatches(told: dict[str, Any], mine: dict[str, Any]) -> list[str]:
-    """Returns what of a host's versions does not fit this one's, each with what to do."""
-    problems = []
-    if "no_disttensor" in told:
-        problems.append(f"disttensor is not there ({told['no_disttensor']}): pip install it, or name --python")
-    elif told.get("protocol") != mine["protocol"]:
-        problems.append(
-            f"disttensor {told.get('disttensor')} speaks protocol {told.get('protocol')}, this host "
-            f"{mine['protocol']}: install {mine['disttensor']} there"
-        )
-    if "no_torch" in told:
-        problems.append("torch is not there: pip install torch")
-    elif told.get("torch") != mine["torch"]:
-        problems.append(f"torch is {told.get('torch')}, here {mine['torch']}: install one version everywhere")
-    python = str(told.get("python")).split(".")[:2]
-    if python != str(mine["python"]).split(".")[:2]:
-        problems.append(f"Python is {told.get('python')}, here {mine['python']}: functions need one version; --python")
-    return problems
+def mismatches(told: dict[str, Any], here: versions.Versions) -> list[str]:
+    """Returns what of a host's versions does not fit this one's, each with what to do: a job's own sentences."""
+    name, said, protocol = str(told.get("name", "?")), str(told.get("no_disttensor", "")), told.get("protocol")
+    packages = {each: str(told[f"package {each}"]) for each in versions.PACKAGES if f"package {each}" in told}
+    if said:  # then nobody knows its protocol
+        protocol = here.protocol
+        if versions.missing_package(said) == "disttensor":
+            packages = {"disttensor": "", **packages}
+    there = versions.Versions(
+        name, str(told.get("python")), protocol if isinstance(protocol, int) else 0, str(told.get("disttensor", "")),
+        str(told.get("executable", "")), packages,
+    )  # fmt: skip
+    why = versions.refusal(here, there)
+    if said and not why:
+        why = f"{name} does not import disttensor ({said}): reinstall it for {there.executable} there"
+    return [why] if why else []
 
 
-def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
-    """Asks all hosts of a launch spec at once, and returns what was found.
+def _no_cipher(told: dict[str, Any], here: str) -> str:
+    """Returns the sentence about a host that can't encrypt what goes to another one; empty if it can."""
+    why = versions.no_cipher_in(str(told.get("package cryptography", versions.LEAST_CIPHER)))
+    return why and (
+        f"{told.get('name')} cannot encrypt what it sends to other hosts, as a job of {here} has it do: {why}, or "
+        "--trusted-network says that nobody else can use the network"
+    )
+
+
+def check_hosts(spec: LaunchSpec, patience: float, trusted: bool = False) -> list[Found]:
+    """Asks all hosts of a launch spec at once, and returns what was found. ``trusted``: tensors cross the network in
+    clear.
 
     Raises StartError without an ssh, ValueError for an interface that is not this host's.
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "none"
-    mine = {"python": ".".join(map(str, sys.version_info[:3])), "torch": torch}
-    mine |= {"disttensor": VERSION, "protocol": PROTOCOL}  # type: ignore[dict-item]
+    mine = versions.own()
     others = [host.name for host in spec.hosts if not is_here(host.name)]
     addresses = dict(zip(others, addresses_by_ssh(spec), strict=True))
     named = [_Asked(host, spec) for host in spec.hosts]
     script = [each for each in named if is_here(each.found.host)][:1]
-    asked = [*named, *([] if script else [_Asked(Host("localhost", 1), spec)])]
+    asked = [*named, *([] if script else [_Asked(Host("localhost", 1), msgspec.structs.replace(spec, python=""))])]
     here = script[0] if script else asked[-1]
     try:
         deadline = time.monotonic() + patience
@@ -193,12 +196,18 @@ def check_hosts(spec: LaunchSpec, patience: float) -> list[Found]:
                 continue
             each.found.told = told
             each.found.problems += mismatches(told, mine)
+            if others and not trusted and (why := _no_cipher(told, mine.host)):
+                each.found.problems.append(why)
             there = told.get("time")
             # written between the two moments, which may lie apart, so that only what lies outside counts
             if isinstance(there, (int, float)) and math.isfinite(there):
                 each.found.skew = max(0.0, there - each.answered) or min(0.0, there - each.begun)
             if abs(each.found.skew) > SKEW:
-                each.found.problems.append("its clock differs: logs and timeouts need one time; use NTP")
+                way = "ahead of" if each.found.skew > 0 else "behind"
+                each.found.remarks.append(
+                    f"the clock of {told.get('name')} is {abs(each.found.skew):.0f} s {way} that of {mine.host}: a job "
+                    "works, and the times in logs and of files differ; use NTP"
+                )
         _try_doors([each for each in asked if each.found.told], here, addresses, addresses_of(spec.interface))
     finally:
         for each in asked:

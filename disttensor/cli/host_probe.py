@@ -5,21 +5,30 @@ of the range that are free, by IPv4 and by IPv6; then those of the other hosts a
 their names have.
 """
 
+from ..runtime.host.versions import PACKAGES
+
 #: Seconds for a connection between two hosts.
 REACH = 5.0
 
 #: Runs on a host, with any Python 3. Prints a line with what it is, then tries the addresses that come by stdin, all at
 #: once: (name, address, {kind: ports}).
 PROGRAM = """
-import errno, json, socket, sys, threading, time
+import errno, json, platform, socket, sys, threading, time
 NONE = errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 KINDS = {"IPv4": (socket.AF_INET, "0.0.0.0"), "IPv6": (socket.AF_INET6, "::")}
-told = {"python": "%d.%d.%d" % sys.version_info[:3], "name": socket.gethostname(), "time": time.time()}
-try:
-    import importlib.metadata as metadata
-    told["torch"] = metadata.version("torch")
-except Exception as e:
-    told["no_torch"] = str(e)
+told = {"python": platform.python_version(), "name": socket.gethostname(), "time": time.time()}
+program = sys.executable
+told["executable"] = program if len(program) <= 300 and program.isprintable() else ""
+try:  # a Python that is too old for it says its version, which is enough
+    import importlib.metadata as metadata, importlib.util
+    for package, module in %p.items():
+        try:
+            there = getattr(importlib.util.find_spec(module), "origin", None)  # else it is a folder that pip has left
+            told["package " + package] = metadata.version(package) if there else ""
+        except metadata.PackageNotFoundError:  # it was put there in another way
+            pass
+except Exception:
+    pass
 try:
     from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
     told["disttensor"], told["protocol"] = VERSION, PROTOCOL
@@ -91,4 +100,4 @@ for name, _, ports in wanted:
             reached[name] += "; " * bool(reached[name]) + "by %s%s: %s" % (kind, some, why)
 print("dtrun-check " + json.dumps(reached), flush=True)
 sys.stdin.readline()
-""".replace("%f", str(REACH))
+""".replace("%f", str(REACH)).replace("%p", repr({**PACKAGES, "cryptography": "cryptography"}))

@@ -30,7 +30,7 @@ from importlib import import_module
 from ..runtime.host import descriptors, mpi_env
 from ..runtime.host.affinity import gpus
 from ..runtime.host.launch_spec import PLAN, LaunchSpec, text_of
-from ..runtime.host.precedence import for_script
+from ..runtime.host.precedence import for_script, setting
 from ..runtime.launch import registry
 from ..runtime.launch.tree.control import Stop
 from ..runtime.launch.tree.framed import frame
@@ -102,7 +102,8 @@ def _check_hosts(options: argparse.Namespace, spec: LaunchSpec) -> int:
     """Prints a line for each host, and returns 0 if all of them can take part in a job."""
     check = import_module("disttensor.cli.host_check")
     try:
-        found = check.check_hosts(spec, float(options.timeout or check.PATIENCE))
+        trusted = setting("trusted_network", options.trusted_network, os.environ)
+        found = check.check_hosts(spec, float(options.timeout or check.PATIENCE), bool(trusted))
     except (StartError, ValueError, OSError) as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
 from ..runtime.channel.registry import check_protection, usable_channel
-from ..runtime.host import descriptors
+from ..runtime.host import descriptors, versions
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
@@ -456,13 +456,15 @@ class _Progress:
 
 
 def _check_versions(session: Session, rank: int) -> None:
-    """Raises StartError when a node that has said hello has not the master's protocol and torch."""
+    """Raises StartError when a node that has said hello is of another job, or its host differs from this one."""
     hello = session.link.nodes[rank].hello
-    if hello.protocol != b.PROTOCOL or hello.job != session.job:
-        raise StartError(f"node {rank} speaks protocol {hello.protocol}, this master {b.PROTOCOL}: install one version")
-    mine, theirs = torch.__version__.split("+")[0], hello.torch.split("+")[0]
-    if mine != theirs:
-        raise StartError(f"node {rank} ({hello.host}) has torch {theirs}, this master {mine}: install one version")
+    here = versions.own({"torch": str(torch.__version__)})
+    there = versions.Versions(hello.host, hello.python, hello.protocol, packages={"torch": hello.torch})
+    why = versions.refusal(here, there)
+    if not why and hello.job != session.job:
+        why = f"it is of job {hello.job}, and this is job {session.job}"
+    if why:
+        raise StartError(f"node {rank} on {hello.host} did not start: {why}")
 
 
 def _tail(lines: Sequence[str]) -> str:

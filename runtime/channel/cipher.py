@@ -9,29 +9,26 @@ from __future__ import annotations
 from importlib import metadata
 from importlib.util import find_spec
 
+from ..host.versions import LEAST_CIPHER, no_cipher_in
 from ..protocol.errors import ProtocolError
 
 #: The number of bytes by which sealed bytes are longer.
 TAG = 16
 #: The number of bytes of a nonce.
 NONCE = 12
-#: The first version of the package that works on given memory.
-_LEAST = 47
-#: What installs it.
-INSTALL = "pip install 'disttensor[encrypt]'"
 
 
 def no_cipher(load: bool = False) -> str:
     """Returns the reason why this process can't encrypt; empty if it can. The package is imported if ``load`` says so,
     else it is looked for."""
-    if find_spec("cryptography") is None:
-        return f"the package cryptography is not installed there: {INSTALL}"
-    try:
-        version = metadata.version("cryptography")
-    except metadata.PackageNotFoundError:  # it was put there in another way
-        version = str(_LEAST)
-    if int(version.partition(".")[0]) < _LEAST:
-        return f"the package cryptography is of version {version} there, and {_LEAST} or later is needed: {INSTALL}"
+    version = ""
+    if find_spec("cryptography") is not None:
+        try:
+            version = metadata.version("cryptography")
+        except metadata.PackageNotFoundError:  # it was put there in another way
+            version = str(LEAST_CIPHER)
+    if why := no_cipher_in(version):
+        return why
     try:
         if load:
             Cipher(bytes(32))

@@ -58,8 +58,13 @@ class Disk:
         os.rmdir(path)
 
     def is_folder(self, path: str) -> bool:
-        """Returns whether there is a folder."""
-        return os.path.isdir(path)
+        """Returns whether there is a folder. Raises PermissionError where this user is not to know."""
+        try:
+            return stat.S_ISDIR(os.stat(path).st_mode)
+        except PermissionError:
+            raise
+        except OSError:
+            return False
 
     def listdir(self, path: str) -> list[str]:
         """Returns the names in a folder."""

@@ -124,7 +124,15 @@ def write(
     Raises OSError that names the file and this host.
     """
     sees = partial(disk.is_folder, os.path.join(folder, claim))
-    if not sees():
+    try:
+        seen = sees()
+    except PermissionError as error:
+        raise PermissionError(
+            error.errno,
+            f"the user of host {here()} (uid {os.getuid()}) may not enter {folder}, which the script has made: a "
+            "checkpoint is written by the nodes themselves, as one user or one group that may (chmod)",
+        ) from None
+    if not seen:
         return here()
     if not items:
         return []

@@ -103,6 +103,7 @@ for number, (title, code, _) in enumerate(MISTAKES):
 #: What differs from run to run and from machine to machine.
 VARYING = [
     (r"host [^,)]+, pid \d+", "host HOST, pid PID"),
+    (r"no such folder on host \S+", "no such folder on host HOST"),
     (r"(?m)^>   \d+ on node:", ">   NUMBER on node:"),
     (r'[^ "\n]*/([\w.-]+\.py)', r"\1"),
     (r"\(at .*?\.cpp:\d+\)|\.cpp:\d+", ".cpp"),

@@ -295,8 +295,8 @@ def test_a_worker_whose_hello_is_a_lie_is_refused_by_name(lie: str, hostile: Cal
 
 #: What is said of a node of another version.
 VERSIONS = {
-    "torch": f"node 1 .* has torch 1.2.3, this master {torch.__version__.split('+')[0]}: install one version",
-    "protocol": f"node 1 speaks protocol {PROTOCOL + 1}, this master {PROTOCOL}: install one version",
+    "torch": rf"node 1 on .* has torch 1.2.3, .* has torch {re.escape(torch.__version__)}: install one version",
+    "protocol": rf"node 1 on .* has protocol {PROTOCOL + 1}, .* \(protocol {PROTOCOL}\): install one version",
 }
 
 

@@ -154,15 +154,15 @@ class Hosts:
             time.sleep(0.05)
 
     @contextlib.contextmanager
-    def daemon(self, host: str, *command: str) -> Iterator[None]:
-        """Something that runs on a host meanwhile; what it says is in a file NAME-HOST.log."""
-        with open(self.folder / f"{Path(command[0]).name}-{host}.log", "wb") as log:
+    def daemon(self, host: str, *command: str, log: str = "") -> Iterator[None]:
+        """Something that runs on a host meanwhile; what it says is in a file NAME-HOST.log, or LOG.log."""
+        with open(self.folder / f"{log or f'{Path(command[0]).name}-{host}'}.log", "wb") as output:
             process = subprocess.Popen(
                 ["nsenter", *self.namespaces(host), *command],
                 env=unmarked(self.environment),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
             )
         try:
             yield
@@ -253,6 +253,30 @@ def ssh(hosts: Hosts) -> Iterator[Path]:
 
             hosts.wait_until(answers, HANG, f"sshd on {host} does not answer")
         yield client
+
+
+@contextlib.contextmanager
+def another_host(hosts: Hosts, name: str, number: int, setup: str = "", settings: str = "") -> Iterator[None]:
+    """A host more by ssh, beside the right one in its network: with a name and a view of the file system of its own.
+
+    ``setup``: shell commands that mount what is different there, and whose umask its sshd has. ``settings``: of sshd,
+    before those of the others. Who uses it waits until it answers.
+    """
+    keys, address = hosts.folder / "ssh", f"10.78.0.{number}"
+    hosts.run("ip", "address", "add", f"{address}/24", "dev", "eth0", host="right")
+    for file, line in (
+        ("hosts", f"{address} {name}"),
+        ("ssh/known_hosts", f"{name},{address} {(keys / 'host.pub').read_text()}"),
+    ):
+        with open(hosts.folder / file, "a") as lines:
+            print(line.strip(), file=lines)
+    configuration = keys / f"sshd-{name}"
+    configuration.write_text(settings + _SSHD.format(address=address, folder=hosts.folder))
+    program = shutil.which("sshd", path=PATH) or "sshd"
+    start = f"echo {name} >/proc/sys/kernel/hostname\n{setup}\nexec {program} -D -e -f {configuration}"
+    unshare = ["unshare", "--mount", "--uts", "--propagation", "private"]
+    with hosts.daemon("right", *unshare, "bash", "-c", f"set -e\n{start}", log=name):
+        yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import select
 import threading
 import time
@@ -40,7 +41,7 @@ def jobs() -> Iterator[Callable[..., JoinLauncher]]:
 
 
 def agent_hello(host: str = "a", slots: int = 1, first_rank: int = -1, protocol: int = PROTOCOL) -> AgentHello:
-    return AgentHello(protocol, VERSION, "3.11", host, 4711, slots, first_rank)
+    return AgentHello(protocol, VERSION, platform.python_version(), host, 4711, slots, first_rank)
 
 
 class Agent:

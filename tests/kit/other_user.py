@@ -16,20 +16,19 @@ UID = 65534
 #: system in which these places, and nothing beside them, can be reached: mounts that nobody else has.
 _UNCOVER = """\
 set -e
-mount -t tmpfs none /run
 {mounts}
 exec setpriv --reuid {uid} --regid {uid} --clear-groups -- "$@"
 """
 
 
-def as_other_user() -> list[str]:
-    """What to put before a command, so that it is another user's. It stays the process that it is started as."""
+def uncovering() -> str:
+    """Shell commands for a namespace of mounts of its own: afterwards other users, too, get to Python and the tests."""
     hidden: dict[Path, list[Path]] = {}
     for path in {Path(sys.base_prefix).resolve(), Path(sys.prefix), ROOT}:
         above = [folder for folder in path.parents if not folder.stat().st_mode & 0o001]
         if above:
             hidden.setdefault(above[-1], []).append(path)
-    mounts = []
+    mounts = ["mount -t tmpfs -o mode=755 none /run"]
     for number, (cover, paths) in enumerate(hidden.items()):
         for index, path in enumerate(paths):
             mounts += [
@@ -40,7 +39,12 @@ def as_other_user() -> list[str]:
         for index, path in enumerate(paths):
             there = shlex.quote(str(path))
             mounts += [f"mkdir -p {there}", f"mount --bind /run/{number}/{index} {there}"]
-    script = _UNCOVER.format(mounts="\n".join(mounts), uid=UID)
+    return "\n".join(mounts)
+
+
+def as_other_user() -> list[str]:
+    """What to put before a command, so that it is another user's. It stays the process that it is started as."""
+    script = _UNCOVER.format(mounts=uncovering(), uid=UID)
     return ["unshare", "--mount", "sh", "-c", script, "sh"]
 
 

@@ -34,10 +34,10 @@ if host == "bad":
 command = sys.argv[-1]
 if host == "old":
     command = command.replace("import PROTOCOL, VERSION", "import VERSION; PROTOCOL = 1")
-    command = command.replace('metadata.version("torch")', '"1.0"')
+    command = command.replace("metadata.version(package)", '(metadata.version(package), "1.0")[package == "torch"]')
     command = command.replace('told["time"] = time.time()', 'told["time"] = time.time() - 900')
 if host == "bare":
-    command = command.replace("from disttensor.", "from disttensor_that_is_not_there.")
+    command = command.replace("from disttensor.", 'raise ModuleNotFoundError("No module named disttensor"); from a.')
 if host == "walled":
     command = command.replace('" ".join(map(str, ports))', '"9 11"')
 if host == "narrow":
@@ -77,10 +77,17 @@ def test_each_host_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     a, old, bare, bad, walled = lines[1:]
     assert "it does not reach walled" in a
     assert "firewall" in a
-    for words in (f"speaks protocol 1, this host {a.split()[4]}", "torch is 1.0, here", "its clock differs", "NTP"):
+    here, protocol = f"and {socket.gethostname()}, where the job was started, has", a.split()[4]
+    for words in (
+        f"has disttensor {dt.__version__} (protocol 1), {here} disttensor {dt.__version__} (protocol {protocol}): ",
+        f"has torch 1.0, {here} torch ",
+        " s behind that of ",
+        "NTP",
+    ):
         assert words in old
-    assert "disttensor is not there (ModuleNotFoundError" in bare
-    assert "pip install" in bare
+    assert (
+        f"has no disttensor for {sys.executable}, {here} disttensor {dt.__version__}: `{sys.executable} -m pip" in bare
+    )
     assert "Permission denied" in bad
     assert "`ssh -o BatchMode=yes bad true` must work" in bad
     assert "this host does not reach it (by IPv4: [Errno 111] Connection refused): nodes need all ports of " in walled

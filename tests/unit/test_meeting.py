@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from platform import python_version
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from disttensor.runtime.protocol.bundle import PROTOCOL
 from disttensor.runtime.protocol.errors import StartError
 from disttensor.startup import start
 
-HELLO = SimpleNamespace(protocol=PROTOCOL, job="a job", torch=torch.__version__, host="a")
+HELLO = SimpleNamespace(protocol=PROTOCOL, job="a job", torch=torch.__version__, python=python_version(), host="a")
 
 
 class Starting:

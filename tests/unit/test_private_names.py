@@ -93,6 +93,7 @@ INTERNAL: dict[str, str] = {
     "launch/test_growing.py": "a session told to start what cannot start",
     "launch/test_hostile_agents.py": "frames that no agent of ours sends, and the root that gets them",
     "launch/test_imports.py": "whichever module is imported first, internal ones too",
+    "launch/test_hosts_that_differ.py": "the versions that hosts compare",
     "launch/test_init_methods.py": "the keys that a meeting derives, to see that nobody else can",
     "launch/test_join.py": "the launcher for nodes that join, and its frames",
     "launch/test_launch.py": "the local launcher and its fork server, and their frames",

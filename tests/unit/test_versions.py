@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from platform import python_version
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from checkout import ROOT
 from msgspec.structs import replace
 
 from disttensor.runtime.host.capabilities import own
+from disttensor.runtime.host.versions import PACKAGES, Versions, missing_package, refusal
+from disttensor.runtime.host.versions import own as versions_here
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
@@ -21,7 +24,8 @@ from disttensor.startup.start import meet
 from disttensor.torch_backend import tested_versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HELLO = c.Hello(PROTOCOL, "a job", 1, "host", str(torch.__version__), "3", ("cpu",), False, c.Addresses(""), own())
+TORCH = str(torch.__version__)
+HELLO = c.Hello(PROTOCOL, "a job", 1, "host", TORCH, python_version(), ("cpu",), False, c.Addresses(""), own())
 
 
 def met(hello: c.Hello) -> None:
@@ -35,11 +39,12 @@ def met(hello: c.Hello) -> None:
 @pytest.mark.parametrize(
     ("hello", "says"),
     [
-        (replace(HELLO, protocol=PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, this master {PROTOCOL}"),
-        (replace(HELLO, job="another job"), "speaks protocol"),
-        (replace(HELLO, torch="1.2.3+cpu"), "has torch 1.2.3, this master "),
+        (replace(HELLO, protocol=PROTOCOL + 1), rf"host has protocol {PROTOCOL + 1}, and .* \(protocol {PROTOCOL}\): "),
+        (replace(HELLO, job="another job"), "it is of job another job, and this is job a job"),
+        (replace(HELLO, torch="1.2.3+cpu"), rf"host has torch 1.2.3\+cpu, and .*, has torch {re.escape(TORCH)}: "),
+        (replace(HELLO, python="3.99.1"), f"host has Python 3.99.1, and .*, has Python {python_version()}: "),
     ],
-    ids=["protocol", "job", "torch"],
+    ids=["protocol", "job", "torch", "python"],
 )
 def test_others_are_refused(hello: c.Hello, says: str) -> None:
     with pytest.raises(StartError, match=says):
@@ -47,7 +52,67 @@ def test_others_are_refused(hello: c.Hello, says: str) -> None:
 
 
 def test_another_build_of_the_same_torch_is_taken() -> None:
-    met(replace(HELLO, torch=str(torch.__version__).partition("+")[0] + "+cu999"))
+    met(replace(HELLO, torch=TORCH.partition("+")[0] + "+cu999"))
+
+
+def test_another_patch_version_of_python_is_taken() -> None:
+    met(replace(HELLO, python=".".join([*python_version().split(".")[:2], "99"])))
+
+
+MINE = Versions("left", "3.11.7", 17, "0.1.0", "/l/python", {"torch": "2.13.0+cpu", "numpy": "2.4.6", "pyzmq": "27.1"})
+
+
+def refused(**other: Any) -> str:
+    """What is said of a host that has this and is otherwise as the one where the job was started."""
+    return refusal(MINE, MINE._replace(host="right", executable="/r/python", **other))
+
+
+def test_a_refusal_names_both_hosts_both_versions_and_what_to_do() -> None:
+    here = "and left, where the job was started, has"
+    assert refused() == ""
+    assert refused(packages={}) == ""  # nothing is known of them
+    assert refused(packages={"torch": "2.13.0+cu130", "numpy": "2.0.0", "pyzmq": "26"}) == ""
+    assert refused(python="3.11.2") == ""
+    # what else that Python has does not count
+    assert refused(python="3.13.0", packages={"torch": "2.14.1"}) == (
+        f"right has Python 3.13.0, {here} Python 3.11.7: functions are sent as bytecode, and each minor version has "
+        "its own; dtrun --python names the Python there"
+    )
+    assert refused(protocol=18, disttensor="0.2.0", packages={"torch": "2.14.1"}) == (
+        f"right has disttensor 0.2.0 (protocol 18), {here} disttensor 0.1.0 (protocol 17): install one version "
+        f"on both; right has torch 2.14.1, {here} torch 2.13.0+cpu: install one version on both"
+    )
+    assert refused(packages={"torch": "", "pyzmq": ""}) == (
+        f"right has no torch and pyzmq for /r/python, {here} torch 2.13.0+cpu and pyzmq 27.1: "
+        "`/r/python -m pip install torch==2.13.0 pyzmq==27.1` there"
+    )
+    assert refused(packages={"numpy": "1.26.4"}) == (
+        f"right has numpy 1.26.4, {here} numpy 2.4.6: arrays that are sent from here do not load there; "
+        "`/r/python -m pip install numpy==2.4.6` there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "package"),
+    [
+        ("/r/python: No module named dtrun", "disttensor"),
+        ("ModuleNotFoundError: No module named 'disttensor.runtime'", "disttensor"),
+        ("ModuleNotFoundError: No module named 'zmq'", "pyzmq"),
+        ("ModuleNotFoundError: No module named 'helper'", ""),
+        ("No such file or directory", ""),
+    ],
+)
+def test_the_package_that_python_did_not_find(said: str, package: str) -> None:
+    assert missing_package(said) == package
+
+
+def test_this_process_has_all_that_a_node_needs() -> None:
+    """And the table is the one that pip has."""
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    needs = settings["options"]["install_requires"].split()
+    assert {re.split("[<>=]", need)[0] for need in needs} == set(PACKAGES) == set(versions_here().packages)
+    assert all(versions_here().packages.values())
 
 
 def test_an_untested_torch_is_told_of_in_one_line(

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 import torch
 
 from ...host.interfaces import is_loopback
+from ...host.versions import INSTALL_CIPHER
 from ...protocol.errors import BrokenError
 from ..base import Protection
-from ..cipher import INSTALL, TAG, Cipher, no_cipher
+from ..cipher import TAG, Cipher, no_cipher
 from ..payload import byte_view, plain
 from .inbound import Inbound
 
@@ -67,7 +68,8 @@ def agreed(mine: int, theirs: int) -> int | None:
 def unprotected(me: int, rank: int, lacks: str) -> BrokenError:
     """Returns the error for a connection that would have to be encrypted. ``lacks``: why this end can't; empty if it is
     the other one that can't."""
-    who, why = (me, lacks) if lacks else (rank, f"it has no package cryptography ({INSTALL}), or said encrypt=False")
+    other = f"it has no package cryptography ({INSTALL_CIPHER}), or said encrypt=False"
+    who, why = (me, lacks) if lacks else (rank, other)
     return BrokenError(
         f"what rank {me} and rank {rank} send each other has to be encrypted, and rank {who} cannot: {why}. "
         "encrypt=True needs the package on all hosts; if nobody else can use the network between them, say so: "

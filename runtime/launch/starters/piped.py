@@ -53,6 +53,10 @@ class PipedStarter(HostStarter):
         """Returns advice when the process has ended before its agent has come."""
         return ""
 
+    def differing(self, host: str, lines: list[str]) -> str:
+        """Returns the whole reason when that was because of what the host lacks, by the process's last lines."""
+        return ""
+
 
 class PipedBranch(Branch):
     """The branch of one such process. Adds itself to the root."""
@@ -136,6 +140,9 @@ class PipedBranch(Branch):
             how = describe_exit(code)
             tail = self.last_lines()
             if self.agent_hello is None:
+                if differing := self._starter.differing(self.host, tail):
+                    self._root.lost(self, differing, code or 1, ())
+                    return
                 advice = self._starter.advice(self.host, code, tail)
                 cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:

@@ -19,6 +19,7 @@ import sys
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...host import versions
 from ...host.addresses import LOOPBACK, way_to
 from ...host.launch_spec import Host, LaunchSpec
 from ...process.renamed import old_names
@@ -51,10 +52,13 @@ _ADVICE = {
     "Host key verification failed": "its key is not known here: connect once by hand, `ssh {host}`",
     "Permission denied": "a key that needs no password has to lead there: `ssh -o BatchMode=yes {host} true` must work",
     "Could not resolve hostname": "its name is not known here",
-    "No module named dtrun": "disttensor is not installed for {python} there",
-    "Unknown option: -P": "Python 3.11 is needed there; dtrun --python names another one",
-    "No such file or directory": "dtrun --python names the Python there",
-    "command not found": "dtrun --python names the Python there",
+}
+
+#: A text in a line about the Python there, of the shell that was to run it -> what that means, and what to name.
+_NO_PYTHON = {
+    "no such file": ("has no {python}", "the Python there"),
+    "not found": ("has no {python}", "the Python there"),
+    "permission denied": ("may not run {python}", "a Python that this user may run"),
 }
 
 
@@ -73,10 +77,25 @@ def ssh_command(spec: LaunchSpec) -> list[str]:
     return [*program, *shlex.split(spec.options.get("ssh_options", "")), *ours]
 
 
-def advice_of(host: str, lines: list[str], python: str) -> str:
+def advice_of(host: str, lines: list[str]) -> str:
     """Returns what to do about the output of an ssh that has failed, or an empty text."""
     text = "\n".join(lines)
-    return next((advice.format(host=host, python=python) for word, advice in _ADVICE.items() if word in text), "")
+    return next((advice.format(host=host) for word, advice in _ADVICE.items() if word in text), "")
+
+
+def differing(host: str, lines: list[str], python: str) -> str:
+    """Returns the sentence about a host whose Python is not there, is too old or lacks a package, by the output of an
+    ssh that has failed; empty for all else."""
+    here = versions.own()
+    if package := versions.missing_package("\n".join(lines)):
+        return versions.lacking(here, host, python, [package])
+    found = ("has a Python of before 3.11, {python}", "another one") if "Unknown option: -P" in lines else None
+    for line in [line.lower() for line in lines if python in line]:
+        found = found or next((words for text, words in _NO_PYTHON.items() if text in line), None)
+    if found is None:
+        return ""
+    what, other = found[0].format(python=python), found[1]
+    return f"{host} {what}, and {versions.started(here)} Python {here.python}: dtrun --python names {other}"
 
 
 class SshStarter(LocalAgentStarter):
@@ -112,7 +131,10 @@ class SshStarter(LocalAgentStarter):
         return f"{text}; is it up, and is there no firewall between? `ssh {host.name} true` has to end at once"
 
     def advice(self, host: str, code: int, lines: list[str]) -> str:
-        return advice_of(host, lines, self._python)
+        return advice_of(host, lines)
+
+    def differing(self, host: str, lines: list[str]) -> str:
+        return differing(host, lines, self._python)
 
 
 class SshLauncher(RootLauncher):

@@ -16,19 +16,17 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import platform
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
+from ...host import versions
 from ...host.output_options import Output
 from ...host.silence import Silence
 from ...process.lifetime import adopt_orphans, describe_exit, end_children, name_process
 from ...process.own_time import Unheard
-from ...protocol.bundle import PROTOCOL, VERSION
 from ...protocol.errors import ProtocolError, StartError
 from .control import AgentHello, Beat, LaunchFailed, Order, Pause, Ready, Refuse, ServerNews, Stop
 from .framed import MARK, FramedSocket, FramedStream
@@ -44,9 +42,10 @@ EX_ROOT_GONE, EX_REFUSED = 75, 76
 
 def agent_hello(slots: int = 0, first_rank: int = -1, local_rank: int = -1, local_size: int = 0) -> AgentHello:
     """Describes this process for the root."""
+    own = versions.own()
     return AgentHello(
-        PROTOCOL, VERSION, platform.python_version(), socket.gethostname(), os.getpid(), slots, first_rank,
-        local_rank, local_size, len(os.sched_getaffinity(0)), _gpus(),
+        own.protocol, own.disttensor, own.python, own.host, os.getpid(), slots, first_rank, local_rank, local_size,
+        len(os.sched_getaffinity(0)), _gpus(), own.executable, dict(own.packages),
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ from .host_starter import Branch
 
 #: The most nodes of one agent, and the most cores or GPUs of one host.
 NODES, CORES = 4096, 1 << 16
+#: The most packages of which an agent tells the version.
+PACKAGES = 64
 #: No rank is as high.
 RANKS = 1 << 24
 #: No process has a higher number, whatever the kernel's settings (PID_MAX_LIMIT).
@@ -114,9 +116,12 @@ def _check_hello(hello: AgentHello) -> None:
     """Checks what agents of all versions say of themselves."""
     for name, text, most in (
         ("host", hello.host, NAME), ("version", hello.version, VERSION), ("python", hello.python, VERSION),
+        ("executable", hello.executable, REASON), *(("a package", p, VERSION) for p in hello.packages),
+        *((package, version, VERSION) for package, version in hello.packages.items()),
     ):  # fmt: skip
         if len(text) > most or not text.isprintable():
             raise ProtocolError(f"{name}={text[:100]!a} of {len(text)} characters: at most {most}, all printable")
+    _check("packages", len(hello.packages), 0, PACKAGES)
     _check("pid", hello.pid, 1, PIDS)
     _check("slots", hello.slots, 0, NODES)
     _check("first_rank", hello.first_rank, -1, RANKS)

@@ -121,6 +121,8 @@ class AgentHello(msgspec.Struct, frozen=True, tag="Knock"):  # the tag of every 
     local_size: int = 0
     cores: int = 0  #: the number of cores that it may use
     gpus: int = 0
+    executable: str = ""  #: its Python
+    packages: dict[str, str] = {}  #: as in host/versions.py
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -24,11 +24,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ...host import descriptors
+from ...host import descriptors, versions
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
-from ...protocol.bundle import PROTOCOL, VERSION, understood
+from ...protocol.bundle import understood
 from ...protocol.errors import DisttensorError, ProtocolError
 from ..output.lines import plain
 from ..output.printer import Printer
@@ -380,11 +380,10 @@ class Root:
             return
         if branch not in self._branches:
             self.add(branch)
-        if hello.protocol != PROTOCOL:
-            why = (
-                f"{hello.host} has disttensor {hello.version} (protocol {hello.protocol}), the master {VERSION} "
-                f"(protocol {PROTOCOL}): install one version"
-            )
+        there = versions.Versions(
+            hello.host, hello.python, hello.protocol, hello.version, hello.executable, hello.packages
+        )
+        if why := versions.refusal(versions.own(), there):
             branch.say(Refuse(why))
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
