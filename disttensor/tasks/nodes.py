@@ -44,7 +44,7 @@ class NodeInfo(dict[str, Any]):
 
     @property
     def alive(self) -> bool:
-        """Whether it was not lost."""
+        """Returns whether it was not lost."""
         return bool(self["alive"])
 
     def kill(self) -> None:
