@@ -59,12 +59,15 @@ class Disk:
 
     def is_folder(self, path: str) -> bool:
         """Returns whether there is a folder. Raises PermissionError where this user is not to know."""
+        if os.path.isdir(path):
+            return True
         try:
-            return stat.S_ISDIR(os.stat(path).st_mode)
+            os.stat(path)
         except PermissionError:
             raise
         except OSError:
             return False
+        return False
 
     def listdir(self, path: str) -> list[str]:
         """Returns the names in a folder."""

@@ -208,10 +208,17 @@ def test_each_caller_is_on_the_list(programs: Callable[[bool], Iterator[Callable
 
 # ---- what refuses ----------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "DistributedDataParallel": lambda m: nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(m.device)),
-    "DistributedSampler": lambda m: DistributedSampler(range(4)),  # type: ignore[arg-type]
-    "all_reduce": lambda m: torch.distributed.all_reduce(torch.ones(2, device=m.device)),
+NO_GROUP = (ValueError, "Default process group has not been initialized")
+REFUSED: dict[str, tuple[Callable[[Any], Any], tuple[type[Exception], str]]] = {
+    "DistributedDataParallel": (
+        lambda m: nn.parallel.DistributedDataParallel(nn.Linear(2, 2).to(m.device)),
+        (TypeError, r"this model is on the mesh .*: dt\.DataParallel\(model, mesh\) is the same"),
+    ),
+    "DistributedSampler": (lambda m: DistributedSampler(range(4)), NO_GROUP),  # type: ignore[arg-type]
+    "all_reduce": (
+        lambda m: torch.distributed.all_reduce(torch.ones(2, device=m.device)),
+        (TypeError, r"this tensor is on the mesh .*: dt\.all_reduce\(x, \.\.\., over='dp'\) does it"),
+    ),
 }
 
 
@@ -219,5 +226,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_what_refuses(name: str) -> None:
     with dt.init_master_worker(nodes=2, launcher="inproc"):
         m = dt.mesh(dp=2)
-        with pytest.raises(ValueError, match="Default process group has not been initialized"):
-            REFUSED[name](m)
+        program, (kind, text) = REFUSED[name]
+        with pytest.raises(kind, match=text):
+            program(m)

@@ -108,7 +108,11 @@ def test_the_package_that_python_did_not_find(said: str, package: str) -> None:
 
 def test_this_process_has_all_that_a_node_needs() -> None:
     """And the table is the one that pip has."""
-    assert {re.split("[<>=]", need)[0] for need in PROJECT["dependencies"]} == set(PACKAGES) == set(versions_here().packages)
+    assert (
+        {re.split("[<>=]", need)[0] for need in PROJECT["dependencies"]}
+        == set(PACKAGES)
+        == set(versions_here().packages)
+    )
     assert all(versions_here().packages.values())
 
 
