@@ -206,7 +206,7 @@ def test_a_host_that_cannot_take_part_is_refused_in_one_sentence(
     assert started[name] in (f"node 0 on {at(name)} did not start: {each}\n" for each in (said, named))
     assert said in checked[name] or named in checked[name]
     shown = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "cloudpickle": "3.1.3", "executable": "/opt/venv/bin/python"}
-    assert sentence(name, "right", python="3.11.7", protocol="17", disttensor="0.1.0", **shown) in PAGE
+    assert sentence(name, "right", python="3.11.7", protocol=mine["protocol"], disttensor="0.1.0", **shown) in PAGE
 
 
 def test_the_check_lets_those_pass_that_a_job_gets_along_with(checked: dict[str, str]) -> None:
