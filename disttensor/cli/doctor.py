@@ -29,7 +29,7 @@ from ..runtime.host import descriptors, memory_limit
 from ..runtime.host.interfaces import interfaces
 from .versions import put_out, versions
 
-#: The states of a row: all is well; there is nothing of the kind, which is no fault; something has to be done.
+#: The states of a row: all is well; nothing of the kind is here, and that is not a fault; the user has to do something.
 OK, NONE, WRONG = "ok", "-", "WRONG"
 
 #: Seconds for the process that tries nodes and channels. It takes two; the first import of torch may take a minute.
@@ -132,7 +132,7 @@ def memory() -> Row:
     limits = group.limits() if group is not None else []
     kills = (group.kills() or 0) if group is not None else 0
     limit = min(limits, default=0)
-    return of_memory(left, most, limit if limit <= most else 0, kills)  # one above that is no limit
+    return of_memory(left, most, limit if limit <= most else 0, kills)  # one above is without effect
 
 
 def of_memory(left: int, most: int, limit: int, kills: int) -> Row:

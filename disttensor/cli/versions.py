@@ -34,7 +34,7 @@ def table() -> str:
 
 
 def put_out(text: str) -> None:
-    """Prints a text. A reader who has seen enough, as of ``| head -1``, is no error."""
+    """Prints a text. A reader that ends early, such as ``| head -1``, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # at the end Python would try to write the rest

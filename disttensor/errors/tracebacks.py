@@ -10,9 +10,9 @@
     IndexError: index out of range in self
 
 Only what is shown folds, by ``sys.excepthook``, ``threading.excepthook`` and IPython: ``__traceback__``, ``__notes__``
-and the text of an exception stay whole, for debuggers, loggers and ``raise ... from``. A hook that stands there already
-is somebody's and stays; one that comes later takes the place of this one. What has no frame of disttensor's, or nothing
-else, is shown by Python itself.
+and the text of an exception stay whole, for debuggers, loggers and ``raise ... from``. A hook that another
+program has set before stays; one that it sets later takes the place of this one. Python itself shows exceptions without
+a frame of disttensor's, and those with no other frames.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def _folded_text(text: str) -> str:
             indent = -1
             stacks += [[("", [line])], []]
     kinds = {_kind(file) for stack in stacks for file, _ in stack if file}
-    if USERS not in kinds and "(most recent call first)" not in text:  # a mistake of disttensor's, but for a crash
+    # without the user's frames it is a mistake of disttensor's, except in the stacks of a crash
+    if USERS not in kinds and "(most recent call first)" not in text:
         return text
     made: list[str] = []
     for stack in stacks:

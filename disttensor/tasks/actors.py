@@ -277,7 +277,7 @@ class Actor(Shared[Any], Counted, Generic[K]):
     def close(self) -> ActorWork[None]:
         """Ends the actor after what was issued, by its ``close()``, if it has one; returns a Work at once.
 
-        A second call returns the same Work. What is called later raises DisttensorError.
+        A second call returns the same Work. Later calls of methods raise DisttensorError.
         """
         return self._living.close()
 

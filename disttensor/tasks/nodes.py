@@ -16,7 +16,7 @@ from ..session.session import Session
 class NodeInfo(dict[str, Any]):
     """A node as it was when ``dt.nodes()`` was called: a dict of its attributes, which ends the node too.
 
-    What is pickled or copied of it is a plain dict.
+    Pickles and copies of it are plain dicts.
     """
 
     _job: str
@@ -79,7 +79,7 @@ class NodeInfo(dict[str, Any]):
 
 
 class Nodes(list[NodeInfo]):
-    """A list of nodes that prints as a table, in a notebook too. What is pickled or copied of it is a plain list."""
+    """A list of nodes that prints as a table, in a notebook too. Pickles and copies of it are plain lists."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
