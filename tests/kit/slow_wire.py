@@ -71,7 +71,11 @@ def _listen(name: str, target: tuple[str, int], wire: Wire) -> int:
     def accept() -> None:
         while True:
             near = listener.accept()[0]
-            far = socket.create_connection(target)
+            try:
+                far = socket.create_connection(target)
+            except ConnectionError:  # it has closed: the caller hears that from here
+                near.close()
+                continue
             for source, sink in ((near, far), (far, near)):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=_carry, args=(name, source, sink, wire), daemon=True).start()

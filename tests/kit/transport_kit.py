@@ -170,7 +170,11 @@ class Proxy:
                         self.drop -= 1
                         client.close()
                         continue
-                    server = socket.create_connection(self._target)
+                    try:
+                        server = socket.create_connection(self._target)
+                    except ConnectionError:  # it has closed: the caller hears that from here
+                        client.close()
+                        continue
                     self._clients.add(client)
                     self._pairs[client], self._pairs[server] = server, client
                 for end in ready:
