@@ -97,7 +97,6 @@ def async_save(
         job = _Job(state_dict, path, check_replicas, "async_save")
         job.begin(beside=True)
         saving = saves.last = _Saving(job)
-        saving.start()
     return saving
 
 
@@ -171,10 +170,7 @@ class _Saving(Work[None]):
         self._error: BaseException | None = None
         self._asked = False
         self._thread = threading.Thread(target=self._run, name="disttensor-checkpoint", daemon=True)
-
-    def start(self) -> None:
-        """Has it go on."""
-        self._thread.start()
+        self._thread.start()  # before anybody has the Work: a save of another thread may join it at once
 
     def _run(self) -> None:
         job, self._job = self._job, None  # a Work that is kept keeps no tensors

@@ -285,8 +285,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         session.changes.enter_context(guarded())
         for each in bundles:
             worker = Worker(each, hub.spoke(each.rank))
-            session.threads.append(threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True))
-            session.threads[-1].start()
+            thread = threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True)
+            thread.start()
+            session.threads.append(thread)
     meet(session, range(count), settings.spec.timeout)
     session.exchange_addresses()
     if settings.blocking:

@@ -183,6 +183,7 @@ class _Living:
         self.node = place.node
         where = session.places.at(place.node, "cpu")
         self.ref = new_ref()
+        self.key = session.job, self.ref
         token: Any = proxy(Handle(self.ref, meta_of((1,), contiguous((1,)), 0, torch.int64, where)))
         self.kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
         self._closing: ActorWork[None] | None = None
@@ -235,8 +236,18 @@ class _Living:
                 found = _Shared(number, held.where(number), about)
                 serving = self.issue(actor_calls.serve, (token, *found), f"{about.kind}()")
                 serving.when_failed(partial(_failed, held.caller.objects, number))
+                self._number(number)
                 self._shared = found
             return self._shared
+
+    def _number(self, number: int) -> None:
+        """Tells the actor its number, whatever it does at that time."""
+        site = here()
+        call = Call(self.session, self.place, node_side.number, (self.key, number), {}, site)
+        try:
+            issue(self.session, [call], f"the number of {self}", site, beside=True)
+        finally:
+            call.end()
 
     def hand(self, party: int, number: int) -> None:
         """Counts handles of a node: so many more, or less."""
@@ -269,7 +280,7 @@ class Actor(Shared[Any], Counted, Generic[K]):
         self._living = _Living(session, place, kind, announcing)
         self._given: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps a handle there
         self._lock = threading.RLock()
-        arguments = (kind, args, kwargs, kind.__qualname__, session.places.own_seed())
+        arguments = (kind, args, kwargs, kind.__qualname__, session.places.own_seed(), self._living.key)
         self.ready: ActorWork[None] = self._living.issue(
             node_side.make, arguments, f"{kind.__qualname__}()", made=self._living.ref
         )

@@ -69,9 +69,10 @@ class Dispatcher:
         self.cut: list[Item] = []  #: what the session's end has cut off
         self._thread = threading.Thread(target=self._run, name="disttensor-executor", daemon=True)
         _register_once()
-        session.part(Dispatchers).of(session).add(self)
-        _all.add(self)
+        others = session.part(Dispatchers).of(session)
         self._thread.start()
+        others.add(self)
+        _all.add(self)
 
     def add(self, item: Item) -> None:
         """Has an item run. Raises RuntimeError after ``close`` and at the interpreter's end, ForkError, DisttensorError

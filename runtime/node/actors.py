@@ -3,7 +3,8 @@
 An actor has a token (tokens.py), which each call names among its operands, and a stream of its own, on which its calls
 are done in order. So a call that is under way keeps the actor, and a token that failed to be made (``__init__`` has
 raised) fails each call with that error. Calls of other nodes come by a thread (runtime/shared/actor_calls.py); the lock
-of an actor has all be done one at a time.
+of an actor has all be done one at a time. Nodes call an actor by its number, which it is told beside all else that it
+does: the script ends circles of actors that wait for each other, and one may wait before its handle first travels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,17 +24,46 @@ from ..protocol.values import is_announcable
 from .own_draws import OwnDraws
 from .tokens import behind, token_of
 
+#: An actor of a session, before it has a number: the job, and the ref of its token.
+Key = tuple[str, int]
+
+#: Tells the script for which call the actor waits whose number is given.
+Tell = Callable[[int], object]
+
+_naming = threading.Lock()
+_actors: weakref.WeakValueDictionary[Key, Actor] = weakref.WeakValueDictionary()
+_numbers: dict[Key, int] = {}  #: of actors that are not made yet
+
 
 class Actor:
     """An object of the user's, and what its methods draw from."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, key: Key) -> None:
         self.name = name
         self.draws = OwnDraws(seed)
         self.object: Any = None  #: None once it has ended
         self.lock = threading.RLock()  #: held while a method runs
-        self.number: int | None = None  #: by which other nodes call it
+        self._numbering = threading.Lock()
+        self._awaited: Tell | None = None  #: tells the script for which call a method waits
+        with _naming:
+            _actors[key] = self
+            self._number = _numbers.pop(key, None)
         self.retire: Callable[[], object] = lambda: None  #: tells those that it has ended
+
+    def number_is(self, number: int) -> None:
+        """Notes the number by which other nodes call it, and tells for which call it waits."""
+        with self._numbering:
+            self._number = number
+            if self._awaited is not None:
+                self._awaited(number)
+
+    def awaits(self, tell: Tell | None) -> None:
+        """Notes that a method begins to wait for a call, and tells so by ``tell`` as soon as there is a number; None:
+        that it waits no more."""
+        with self._numbering:
+            self._awaited = tell
+            if tell is not None and self._number is not None:
+                tell(self._number)
 
     def close(self) -> None:
         """Calls the object's ``close()``, if its class has one, and drops the object."""
@@ -73,12 +104,34 @@ def current() -> Actor | None:
     return _now.actor
 
 
-def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int) -> torch.Tensor:
+class _Within:
+    """The time in which this thread runs a method of an actor."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    def __enter__(self) -> None:
+        self._before, _now.actor = _now.actor, self._actor
+
+    def __exit__(self, *_: object) -> None:
+        _now.actor = self._before
+
+
+def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int, key: Key) -> torch.Tensor:
     """Makes an actor. Returns its token."""
-    actor = Actor(name, seed)
-    with actor.draws:
+    actor = Actor(name, seed, key)
+    with actor.draws, _Within(actor):
         actor.object = kind(*args, **kwargs)
     return token_of(actor, actor)
+
+
+def number(key: Key, number: int) -> None:
+    """Gives an actor the number by which other nodes call it. The actor may not be there yet, or be gone."""
+    with _naming:
+        if (actor := _actors.get(key)) is None:
+            _numbers[key] = number
+    if actor is not None:
+        actor.number_is(number)
 
 
 def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -91,11 +144,8 @@ def call_of(actor: Actor, method: str, args: Sequence[Any], kwargs: dict[str, An
     with actor.lock, actor.draws:
         if actor.object is None:
             raise DisttensorError(f"the actor {actor.name} is closed")
-        before, _now.actor = _now.actor, actor
-        try:
+        with _Within(actor):
             result = getattr(actor.object, method)(*args, **kwargs)
-        finally:
-            _now.actor = before
         if result is actor.object and not is_announcable(type(result)):
             raise TypeError(
                 f"{actor.name}.{method}() returned the actor's object, which stays on its node; return None, or what "

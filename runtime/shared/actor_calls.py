@@ -231,16 +231,17 @@ class Calling:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         check_timeout(seconds)
         slot, ask, caller = self._slot, self._reach.asking(), actors.current()
-        of = caller.number if caller is not None and seconds is None else None
-        if of is None or slot.answer is not None:
+        if caller is None or seconds is not None or slot.answer is not None:
             answer = slot.wait(seconds)
         else:
-            ask.tell(s.Await(ask.number(), (of,), slot.request.call))
+            caller.awaits(lambda of: ask.tell(s.Await(ask.number(), (of,), slot.request.call)))
             try:
                 answer = slot.wait()
             except BaseException:
-                ask.tell(s.Await(ask.number(), (of,)))
+                caller.awaits(lambda of: ask.tell(s.Await(ask.number(), (of,))))
                 raise
+            finally:
+                caller.awaits(None)
         if answer is None:
             raise TimeoutError(f"{self._what} on node {self._reach.about.node} has not ended within {seconds:g} s")
         return answer
@@ -312,7 +313,6 @@ def serve(token: torch.Tensor, number: int, found: Where, about: About) -> None:
     reach = Reach(number, found, about)
     ask = reach.asking()
     with actor.lock:
-        actor.number = number
         actor.retire = lambda: ask.tell(s.Retire(ask.number(), (number,)))
         if actor.object is None:
             actor.retire()

@@ -50,6 +50,7 @@ class Local:
         self.objects, self._begin, self._told = objects, begin, told
         self._later: SimpleQueue[s.Asking | None] = SimpleQueue()
         self._telling: threading.Thread | None = None  #: asks what finalizers have to tell
+        self._starting = threading.Lock()
 
     def number(self) -> int:
         return next(self.objects.numbers)
@@ -81,9 +82,11 @@ class Local:
 
     def expect_later(self) -> None:
         """Has what ``tell_later`` gets be asked from now on."""
-        if self._telling is None:
-            self._telling = threading.Thread(target=self._tell, name="disttensor-dropped", daemon=True)
-            self._telling.start()
+        with self._starting:
+            if self._telling is None:
+                thread = threading.Thread(target=self._tell, name="disttensor-dropped", daemon=True)
+                thread.start()  # raises where the system has none for it: the next one tries again
+                self._telling = thread
 
     def close(self) -> None:
         """Ends the thread, if there is one."""

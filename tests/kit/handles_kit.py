@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stream_kit import hold, release
+from stream_kit import arrive, hold, release
 
 import disttensor as dt
 
@@ -82,6 +82,16 @@ class Client:
     def ask_later(self) -> None:
         self.box = {"server": self.box["server"], "work": self.box["server"].answer()}
 
+    def ask_found(self, name: str) -> Any:
+        """Waits for ``release``, and asks what ``find`` has put there."""
+        hold(name)
+        return _found.pop(name).answer().result()
+
+    def answer_of(self, name: str) -> Any:
+        work = self.box["server"].answer()
+        arrive(name)
+        return work.result()
+
     def heard(self) -> Any:
         work = self.box["work"]
         return work.result() if work.is_completed() else None
@@ -90,6 +100,27 @@ class Client:
         if self.path:
             with open(self.path, "a") as file:
                 file.write("closed\n")
+
+
+class Asks:
+    """An actor whose ``__init__`` asks another one, once it is let go if ``held_by`` says so."""
+
+    def __init__(self, other: Any, name: str, held_by: str = "") -> None:
+        if held_by:
+            hold(held_by)
+        work = other.answer()
+        arrive(name)
+        self.found = work.result()
+
+    def answer(self) -> Any:
+        return self.found
+
+
+_found: dict[str, Any] = {}
+
+
+def find(name: str, handle: Any) -> None:
+    _found[name] = handle
 
 
 @dataclass

@@ -24,9 +24,14 @@ def meet(name: str) -> bool:
 
 def hold(name: str) -> bool:
     """Waits for ``release``."""
-    assert _thing(name + "-here", threading.Event).set() is None
+    arrive(name)
     assert _thing(name, threading.Event).wait(30)
     return True
+
+
+def arrive(name: str) -> None:
+    """Lets ``held`` go."""
+    _thing(name + "-here", threading.Event).set()
 
 
 def release(name: str) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from aftermath import aftermath
-from handles_kit import Client, Kept, Server, closed, later, let_go, say
+from handles_kit import Asks, Client, Kept, Server, closed, find, later, let_go, say
+from limits import HANG
 from stream_kit import held, hold, release
 
 import disttensor as dt
@@ -217,6 +218,42 @@ def test_actors_that_wait_for_each_other_are_told(session: None, nodes: tuple[in
     assert actors[1].answer().result() == 7
     for each in actors:
         each.close().wait()
+
+
+@pytest.mark.parametrize("wait", ["a method", "__init__"])
+@pytest.mark.parametrize("first", ["it waits", "its handle travels"])
+@pytest.mark.parametrize("nodes", [(0, 1), (2, 2)])
+def test_one_that_waits_before_its_handle_travels_is_told(
+    session: None, nodes: tuple[int, int], first: str, wait: str
+) -> None:
+    one, name = dt.actor(Client, node=nodes[0]), f"{first}-{wait}-{nodes}"
+    asked = one.ask_found(name)
+    dt.submit(held, name, node=nodes[0], beside=True).wait()
+    begun: Any = None
+    if wait == "__init__":
+        begun = dt.actor(Asks, one, name + "-waits", "" if first == "it waits" else name + "-begins", node=nodes[1])
+        other, begun = begun, begun.ready
+    else:
+        other = dt.actor(Client, {"server": one}, node=nodes[1])
+        begun = other.answer_of(name + "-waits") if first == "it waits" else None
+    if first == "it waits":
+        dt.submit(held, name + "-waits", node=nodes[1], beside=True).wait()
+        later()
+    dt.submit(find, name, other, node=nodes[0], beside=True).wait()
+    if begun is None:
+        begun = other.answer_of(name + "-waits")
+    elif first != "it waits":
+        dt.submit(release, name + "-begins", node=nodes[1], beside=True).wait()
+    dt.submit(release, name, node=nodes[0], beside=True).wait()
+    try:
+        errors = [str(work.exception(timeout=HANG / 2)) for work in (begun, asked)]
+    except TimeoutError:
+        for node in set(nodes):
+            dt.kill(node)  # or the session's end waits for them as well
+        raise
+    assert any("actors wait for each other: " in error for error in errors), errors
+    for each in (one, other):
+        each.close().exception()
 
 
 # ---- who keeps it ----------------------------------------------------------------------------------------------------

@@ -134,6 +134,29 @@ def test_threads_that_save_to_one_folder_have_their_turns_or_are_refused_by_name
         assert loaded(tmp_path / "c") in ((0.0,) * 4, (1.0,) * 4)
 
 
+def test_a_save_may_come_while_another_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread has not started then, and nobody may join it yet."""
+    start, came = threading.Thread.start, list[str]()
+
+    def meanwhile() -> None:
+        save({"x": torch.ones(100)}, tmp_path / "other")
+        came.append("saved")
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "disttensor-checkpoint":
+            other = threading.Thread(target=meanwhile)
+            start(other)
+            other.join(HANG)
+        start(thread)
+
+    with threads():
+        state = program(6.0)
+        monkeypatch.setattr(threading.Thread, "start", late)
+        async_save(state, tmp_path / "c").wait()
+        assert came == ["saved"]
+        assert loaded(tmp_path / "c") == (6.0,) * 4
+
+
 def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
     ended = threading.Event()
     with threads():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from disttensor.runtime.node import actors as node_actors
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol.errors import ProtocolError
 from disttensor.runtime.shared import actor_calls
@@ -182,3 +183,20 @@ def test_what_a_node_says_of_a_handle(stage: Stage) -> None:
             reach.given([], told)
     with pytest.raises(ProtocolError, match="MiB may"):
         s.decode_raised(bytes(s.MAX_RAISED + 1))
+
+
+def test_who_waits_is_told_once_there_is_a_number() -> None:
+    """The number comes before the actor is made, while it waits, or between two waits."""
+    told: list[Any] = []
+    node_actors.number(("job", 1), 7)
+    made = node_actors.Actor("first", 0, ("job", 1))
+    made.awaits(lambda number: told.append(("first", number)))
+    late = node_actors.Actor("second", 0, ("job", 2))
+    late.awaits(lambda number: told.append(("not any more", number)))
+    late.awaits(None)
+    late.awaits(lambda number: told.append(("second", number)))
+    assert told == [("first", 7)]
+    node_actors.number(("job", 2), 8)
+    assert told == [("first", 7), ("second", 8)]
+    late.awaits(lambda number: told.append(("again", number)))
+    assert told[2:] == [("again", 8)]

@@ -212,8 +212,9 @@ class GlooCarrier(Carrier):
         with self._lock:
             if self._meeting is None and not self._closed:
                 name = f"disttensor-gloo-{self._channel.rank}-{self._peer}-meet"
-                self._meeting = threading.Thread(target=self._meet, name=name, daemon=True)
-                self._meeting.start()
+                meeting = threading.Thread(target=self._meet, name=name, daemon=True)
+                meeting.start()
+                self._meeting = meeting
 
     def _over(self) -> BrokenError | None:
         return self._channel.lost([self._peer]) or self._channel.hung_up([self._peer])

@@ -103,10 +103,9 @@ class GlooGroup:
             if self._calls:
                 self.cut()
             if last[0] is not None:
-                self._ending = threading.Thread(
-                    target=self._give_back, args=(last,), name="disttensor-gloo", daemon=True
-                )
-                self._ending.start()
+                ending = threading.Thread(target=self._give_back, args=(last,), name="disttensor-gloo", daemon=True)
+                ending.start()
+                self._ending = ending
 
     def _give_back(self, last: list[Any]) -> None:
         # gloo forgets threads that wait in a group that is destroyed before it has seen the connection's end
