@@ -89,14 +89,6 @@ def test_users_are_told_what_was_dropped() -> None:
     assert [(id, page, words) for id, (page, words) in dropped.items() if words not in pages[page]] == []
 
 
-def test_where_a_patch_changes_something(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("one\ntwo\nthree\nfour\ntwo\nthree\n")
-    head = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n"
-    taken = "@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
-    put = "@@ -9,2 +9,3 @@ def x():\n two\n+two and a half\n three\n"  # said of an older file
-    assert list(rows.changes(head + taken + put, tmp_path)) == [("a.py", 2), ("a.py", 3), ("a.py", 6)]
-
-
 def test_what_the_page_says_of_a_row() -> None:
     table = [
         rows.Row("T1", "starts", 'colours: nobody saw them (SLURM.md: "no colour")'),

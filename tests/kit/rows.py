@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import mutations
 from checkout import ROOT, TESTS
 from marks import Proof, marked
 
@@ -76,7 +77,7 @@ def said_beyond(rows: list[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch, the rows that it breaks, and the tests that it turns red, without their variants."""
+    """A mutant's name, the rows that it breaks, and the tests that it turns red, without their variants."""
 
     name: str
     rows: tuple[str, ...]
@@ -85,43 +86,22 @@ class Mutant:
 
 def mutants() -> list[Mutant]:
     """Those that name rows."""
-    found = []
-    for path in sorted((TESTS / "mutants").glob("*.patch")):
-        head = path.read_text().partition("diff --git ")[0]
-        rows = tuple(row for line in re.findall(r"(?m)^Row: (.*)$", head) for row in line.split())
-        red = frozenset(re.findall(r"(?m)^Red: tests/([^[\s]+)", head))
-        if rows:
-            found.append(Mutant(path.stem, rows, red))
-    return found
+    return [
+        Mutant(name, mutant.rows, frozenset(test.removeprefix("tests/").partition("[")[0] for test in mutant.red))
+        for name, mutant in _files().items()
+        if mutant.rows
+    ]
+
+
+@cache
+def _files() -> dict[str, mutations.Mutant]:
+    return {mutant.name: mutant for mutant in mutations.read_all(ROOT)}
 
 
 # ---- where mutants are -----------------------------------------------------------------------------------------------
 
 #: Files of which every line is what users call, or what they run: the front end, examples and benchmarks.
 OUTSIDE = ("disttensor/", "dtrun.py", "examples/", "tools/bench/")
-
-
-def changes(diff: str, root: Path = ROOT) -> Iterator[tuple[str, int]]:
-    """The files and lines, as they are now, that a patch takes out, or before which it puts something."""
-    for part in diff.split("diff --git ")[1:]:
-        name = re.search(r"(?m)^\+\+\+ b/(\S+)", part)[1]  # type: ignore[index]
-        lines = (root / name).read_text().splitlines()
-        for hunk in re.split(r"(?m)^@@ ", part)[1:]:
-            said, *body = hunk.splitlines()
-            old = [line[1:] for line in body if line[:1] in (" ", "-", "")]
-            at = _place(name, lines, old, int(re.match(r"-(\d+)", said)[1]) - 1)  # type: ignore[index]
-            for line in body:
-                if line[:1] in ("-", "+"):
-                    yield name, at + 1
-                at += line[:1] != "+"
-
-
-def _place(name: str, lines: list[str], old: list[str], told: int) -> int:
-    """The index at which these lines of a file stand, the nearest to where a patch says. Raises ValueError."""
-    found = [i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
-    if not found:
-        raise ValueError(f"a patch does not apply to {name}, line {told + 1}")
-    return min(found, key=lambda i: abs(i - told))
 
 
 def public_lines() -> dict[str, list[range]]:
@@ -144,19 +124,18 @@ def public_lines() -> dict[str, list[range]]:
     return found
 
 
-def seen_from_outside(mutant: str, public: dict[str, list[range]]) -> bool:
+def seen_from_outside(mutant: str, public: dict[str, list[range]], product: mutations.Product) -> bool:
     """Whether a mutant changes a function that users call, or a file of its theme."""
-    diff = (TESTS / "mutants" / f"{mutant}.patch").read_text()
-    return any(
-        name.startswith(OUTSIDE) or any(line in lines for lines in public.get(name, ()))
-        for name, line in changes(diff[diff.index("diff --git ") :])
+    edits = _files()[mutant].edits
+    return any(edit.file.startswith(OUTSIDE) for edit in edits) or any(
+        line in lines for edit in edits for line in product.find(edit).lines for lines in public.get(edit.file, ())
     )
 
 
 def inside(broken_by: list[Mutant]) -> set[str]:
     """The rows all of whose mutants are in the engine, below what users call."""
-    public = public_lines()
-    outside = {row for mutant in broken_by if seen_from_outside(mutant.name, public) for row in mutant.rows}
+    public, product = public_lines(), mutations.Product(ROOT)
+    outside = {row for mutant in broken_by if seen_from_outside(mutant.name, public, product) for row in mutant.rows}
     return {row for mutant in broken_by for row in mutant.rows} - outside
 
 

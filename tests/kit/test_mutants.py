@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import os
-import re
+import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import KIT, ROOT
+from mutations import Product, read_all
 from processes import alive_after
 
 TOOL = ROOT / "tools" / "ci" / "mutants.py"
@@ -80,27 +78,27 @@ markers =
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A product, its tests, and no patch yet. Nothing of it is committed."""
+    """A product, its tests, and no mutant yet. Nothing of it is committed."""
     for name, text in {FILE: PRODUCT, "dtrun.py": "", "setup.cfg": SETTINGS, "tests/test_half.py": TESTS}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "tests" / "mutants").mkdir()
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "tools" / "ci").mkdir(parents=True)
-    (tmp_path / "tools" / "ci" / "mutants.py").write_text(TOOL.read_text())
+    for path in (TOOL, KIT / "mutations.py", KIT / "checkout.py"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     return tmp_path
 
 
 def put(
-    tree: Path, name: str, old: str, new: str, *red: str, product: str = PRODUCT, file: str = FILE, needs: str = ""
+    tree: Path, name: str, old: str, new: str, *red: str, symbol: str = "::half", file: str = FILE, needs: str = ""
 ) -> None:
-    """A patch that puts ``new`` in the place of ``old``."""
-    before, after = (text.splitlines(True) for text in (product, product.replace(old, new)))
-    diff = difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")
-    said = ["What: it is broken\n", *(f"Red: tests/test_half.py::{test}\n" for test in red)]
-    said += [f"Needs: {needs}\n"] if needs else []
-    text = "".join([*said, f"diff --git a/{file} b/{file}\n", *diff])
-    (tree / "tests" / "mutants" / f"{name}.patch").write_text(text)
+    """A mutant that puts ``new`` in the place of ``old``."""
+    said = ["What: it is broken", *(f"Red: tests/test_half.py::{test}" for test in red)]
+    said += [f"Needs: {needs}"] if needs else []
+    said += ["", f"In: {file}{symbol}", f"-{old}", f"+{new}", ""]
+    (tree / "tests" / "mutants" / f"{name}.txt").write_text("\n".join(said))
 
 
 def mutants(tree: Path, *arguments: str) -> tuple[int, str]:
@@ -112,7 +110,7 @@ def mutants(tree: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_what_is_noticed(tree: Path) -> None:
-    put(tree, "guard", "if n % 2:", "if False:", "test_odd")
+    put(tree, "guard", "n % 2", "False", "test_odd")
     put(tree, "result", "n // 2", "n // 2 + 1", "test_half", "test_teardown", "TestInAClass::test_quarter")
     code, said = mutants(tree)
     assert code == 0, said
@@ -136,10 +134,10 @@ def test_what_needs_more_than_make_test_has_is_tried_by_its_name(tree: Path) -> 
 
 @pytest.mark.slow
 def test_what_is_not(tree: Path) -> None:
-    put(tree, "survivor", "if n % 2:", "if False:", "test_odd", "test_half")
-    put(tree, "stale", "if n % 2:", "if False:", "test_odd", product=PRODUCT.replace('"odd"', '"even"'))
-    put(tree, "grammar", "if n % 2:", "if n % 2", "test_odd")
-    put(tree, "import", "import os", "import nothing_of_this_name", "test_odd")
+    put(tree, "survivor", "n % 2", "False", "test_odd", "test_half")
+    put(tree, "stale", 'ValueError("even")', "ValueError()", "test_odd")
+    put(tree, "grammar", "return n // 2", "continue", "test_odd")
+    put(tree, "import", "import os", "import nothing_of_this_name", "test_odd", symbol="")
     put(tree, "name", "n // 2", "nobody // 2", "test_half")
     put(tree, "fixture", "n // 2", "n // 4", "test_setup")
     put(tree, "good", "n // 2", "n", "test_half")
@@ -159,58 +157,31 @@ def test_what_is_not(tree: Path) -> None:
     [("test_false", "RED WITHOUT ANY MUTANT  tests/test_half.py::test_false"), ("test_gone", "not found")],
 )
 def test_what_is_named_has_to_be_green(tree: Path, test: str, why: str) -> None:
-    put(tree, "guard", "if n % 2:", "if False:", "test_odd", test)
+    put(tree, "guard", "n % 2", "False", "test_odd", test)
     code, said = mutants(tree)
     assert code == 1
     assert why in said
     assert "killed" not in said
 
 
-def test_patches_have_a_form(tree: Path) -> None:
-    put(tree, "tests", "assert False", "assert True", "test_false", product=TESTS, file="tests/test_half.py")
+def test_mutants_have_a_form(tree: Path) -> None:
+    put(tree, "tests", "assert False", "assert True", "test_false", file="tests/test_half.py")
     assert "tests/test_half.py is not of the product" in mutants(tree)[1]
     put(tree, "tests", "n // 2", "n")
     code, said = mutants(tree, "--list")
     assert code == 2
-    assert 'tests.patch: it needs one line "What: ...", lines "Red: ..." and a diff by git' in said
+    assert 'tests.txt: it needs one line "What: ...", lines "Red: ..." and "In: ..." with an edit below' in said
     put(tree, "tests", "n // 2", "n", "test_half")
     assert mutants(tree, "--list") == (0, "tests: it is broken\n    tests/test_half.py::test_half\n")
     assert "there is no mutant gone" in mutants(tree, "gone")[1]
 
 
-PATCHES = sorted((ROOT / "tests/mutants").glob("*.patch"))
-
-
-@cache
-def as_it_is(name: str) -> str:
-    """A file of the product, without its comments."""
-    return ast.dump(ast.parse((ROOT / name).read_text()))
-
-
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for files of the product, which is in no repository: git takes its paths as they stand."""
-    return tmp_path_factory.mktemp("copies")
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_each_applies_to_the_product(patch: Path) -> None:
-    """Seen at once, not when `make mutants` runs."""
-    done = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_each_is_another_program(patch: Path, copies: Path) -> None:
-    """Valid, and not the same but for comments: else a test would be red for another reason, or for none."""
-    _, git, diff = patch.read_text().partition("diff --git")
-    names = [name for name in re.findall(r"(?m)^\+\+\+ b/(\S+)", diff) if name.endswith(".py")]
-    for name in names:
-        (copies / name).parent.mkdir(parents=True, exist_ok=True)
-        (copies / name).write_bytes((ROOT / name).read_bytes())
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copies.parent)}
-    subprocess.run(["git", "apply"], cwd=copies, input=git + diff, text=True, check=True, env=env)
-    assert names
-    for name in names:
-        assert ast.dump(ast.parse((copies / name).read_text())) != as_it_is(name), name
-        (copies / name).unlink()
+def test_each_is_a_program() -> None:
+    """Seen at once, not when `make mutants` runs. (That its code is in the product: tests/unit/test_mutations.py.)"""
+    product, wrong = Product(ROOT), []
+    for mutant in read_all(ROOT):
+        try:
+            product.broken(mutant)
+        except ValueError as error:
+            wrong.append(f"{mutant.name}: {error}")
+    assert wrong == []

@@ -1,17 +1,19 @@
 """python tools/ci/mutants.py [NAME...] [--jobs N] [--list]
 
-Breaks the product in a copy of this tree, one patch of tests/mutants/ after the other, and expects the tests to notice.
+Breaks the product in a copy of this tree, by one mutant of tests/mutants/ after the other, and expects the tests to
+notice.
 
-A patch says above its diff what it breaks ("What: the barrier returns at once") and which tests find it, a line for
-each ("Red: tests/unit/test_codec.py::test_bounds"), and perhaps which rows of docs/dev/ROWS.md ("Row: T3"), which is
-tests/kit/rows.py's to read, and what the tests need that `make test` has not ("Needs: slurm"): such a patch is only
-tried when it is named. Each of the tests must be green without the patch and must fail with it:
-one that stays green makes the patch a survivor. A test that is named without its parameters fails if any of its
-variants does. The exit code is 0 if all patches were noticed.
+A mutant says what it breaks ("What: the barrier returns at once") and which tests find it, a line for each ("Red:
+tests/unit/test_codec.py::test_bounds"), and perhaps which rows of docs/dev/ROWS.md ("Row: T3"), which is
+tests/kit/rows.py's to read, and what the tests need that `make test` has not ("Needs: slurm"): such a mutant is only
+tried when it is named. Below stand its edits: a symbol, the code that is there and what is put in its place
+(tests/kit/mutations.py). Each of the tests must be green without the mutant and must fail with it:
+one that stays green makes it a survivor. A test that is named without its parameters fails if any of its
+variants does. The exit code is 0 if all mutants were noticed.
 
-An error that is not the test's own is no proof, and is listed as such: a patch that does not apply, a module that can't
-be imported, a fixture that fails by anything but an assertion, a run that ends without a report. A hang counts where
-pytest-timeout made it a failure. tests/mutants/README.md says how to add a patch.
+An error that is not the test's own is no proof, and is listed as such: a mutant whose code is not there, a module that
+can't be imported, a fixture that fails by anything but an assertion, a run that ends without a report. A hang counts
+where pytest-timeout made it a failure. tests/mutants/README.md says how to add a mutant.
 """
 
 from __future__ import annotations
@@ -29,15 +31,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Where patches lie, in the tree.
-PATCHES = Path("tests", "mutants")
-#: What a patch may change.
-PRODUCT = re.compile(r"(disttensor/(?!runtime/)|runtime/|examples/|tools/bench/|dtrun\.py$)")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kit"))
+
+from checkout import ROOT
+from mutations import Mutant, Product, read_all
+
 #: Seconds that a test may take, unless it says otherwise itself: many a broken program hangs.
 HANG = 30
 #: Seconds for the tests of one mutant, and for all tests together without any.
@@ -50,42 +51,6 @@ FOUND = re.compile(r'failed on (setup|teardown) with "(AssertionError|assert |Fa
 
 class NoProofError(Exception):
     """A run says nothing about the tests."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A patch, what it breaks, the tests that find it, and the files that it changes."""
-
-    name: str
-    patch: Path
-    what: str
-    red: tuple[str, ...]
-    files: tuple[str, ...]
-    needs: str = ""
-
-    @classmethod
-    def read(cls, path: Path) -> Mutant:
-        """Raises ValueError for a file that is no such patch."""
-        header, _, diff = path.read_text().partition("diff --git ")
-        said: dict[str, list[str]] = {"What": [], "Red": [], "Row": [], "Needs": []}
-        for line in filter(None, header.splitlines()):
-            key, colon, value = line.partition(": ")
-            if not colon or key not in said:
-                raise ValueError(
-                    f'{path.name}: above the diff there are lines "What: ...", "Red: ...", "Row: ...", "Needs: ...", '
-                    f"not {line!r}"
-                )
-            said[key].append(value.strip())
-        files = tuple(re.findall(r"^\+\+\+ b/(\S+)", diff, re.MULTILINE))
-        if len(said["What"]) != 1 or not said["Red"] or not files:
-            raise ValueError(f'{path.name}: it needs one line "What: ...", lines "Red: ..." and a diff by git')
-        for file in files:
-            if not PRODUCT.match(file):
-                raise ValueError(f"{path.name}: {file} is not of the product")
-        for test in said["Red"]:
-            if "::" not in test:
-                raise ValueError(f"{path.name}: {test} is no test's id")
-        return cls(path.stem, path, said["What"][0], tuple(said["Red"]), files, " ".join(said["Needs"]))
 
 
 class Copy:
@@ -115,25 +80,17 @@ class Copy:
 
     @contextlib.contextmanager
     def broken_by(self, mutant: Mutant) -> Iterator[None]:
-        """While it lasts, the patch is applied. Raises ValueError if it does not apply as it is."""
-        files = [self.path / name for name in mutant.files]
-        if missing := [file.name for file in files if not file.exists()]:
-            raise ValueError(f"there is no {', '.join(missing)}")
-        before = [(file, file.read_bytes(), file.stat()) for file in files]
-        applied = subprocess.run(
-            ["git", "apply", str(mutant.patch)], cwd=self.path, env=self._env, capture_output=True, text=True
-        )
-        if applied.returncode:
-            raise ValueError(applied.stderr.strip())
+        """While it lasts, the mutant is in the copy. Raises ValueError if its code is not there."""
+        broken = {self.path / name: text for name, text in Product(self.path).broken(mutant).items()}
+        before = [(file, file.read_bytes(), file.stat()) for file in broken]
         try:
-            for file, text, _ in before:
-                if file.read_bytes() == text:
-                    raise ValueError(f"{file.name} stays as it was")
+            for file, text in broken.items():
+                file.write_bytes(text)
             yield
         finally:
             for file, text, status in before:
                 file.write_bytes(text)
-                # with its old time, or what Python has cached of the patched one could be taken for its own
+                # with its old time, or what Python has cached of the broken one could be taken for its own
                 os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def run(self, tests: Sequence[str], limit: float, all_marks: bool = False) -> dict[str, bool]:
@@ -243,18 +200,10 @@ def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
     return ("SURVIVED", f"{count} {mutant.what}; green: {', '.join(green)}") if green else ("killed", count)
 
 
-def read_all(root: Path, names: Sequence[str]) -> list[Mutant]:
-    """The mutants of these names, or all. Raises ValueError."""
-    paths = {path.stem: path for path in sorted((root / PATCHES).glob("*.patch"))}
-    if unknown := [name for name in names if name not in paths]:
-        raise ValueError(f"there is no mutant {', '.join(unknown)}; see --list")
-    return [Mutant.read(paths[name]) for name in names or paths]
-
-
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """The exit code: 0 if all mutants were noticed."""
     parser = argparse.ArgumentParser(description="Breaks the product, and expects the tests to notice.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of patches, without .patch; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of mutants, without .txt; default: all")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants that are tried at a time")
     parser.add_argument("--list", action="store_true", help="only says what there is")
     options = parser.parse_args(argv)
