@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from checkout import ROOT
+from sources import below, refuse
 
 PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "dev").glob("*.md"))]
 LINKING = [
@@ -17,10 +17,9 @@ LINKING = [
 #: How many invariants there are.
 INVARIANTS = 11
 FOLDERS = sorted(
-    path.parent.relative_to(ROOT).as_posix()
-    for top in ("disttensor", "runtime")
-    for path in (ROOT / top).rglob("__init__.py")
-    if path.parent != ROOT / top and "disttensor/runtime" not in path.as_posix()
+    file.path.parent.relative_to(ROOT).as_posix()
+    for file in below("disttensor", "runtime")
+    if file.path.name == "__init__.py" and file.path.parent.parent != ROOT
 )
 FILES = {
     path.relative_to(ROOT).as_posix()
@@ -42,9 +41,13 @@ def missing(text: str) -> list[str]:
     return sorted(name for name in named if not any(path == name or path.endswith("/" + name) for path in FILES))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_what_is_named_is_there(path: Path) -> None:
-    assert missing(path.read_text()) == []
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_what_is_named_is_there() -> None:
+    gone = (f"{named(path)}: {name}" for path in PAGES for name in missing(path.read_text()))
+    refuse(gone, "a page names files that are there")
 
 
 def test_the_scan_finds_what_is_not_there() -> None:
@@ -57,7 +60,8 @@ def test_the_scan_finds_what_is_not_there() -> None:
 
 def test_every_folder_is_named() -> None:
     tree = (ROOT / "ARCHITECTURE.md").read_text()
-    assert [folder for folder in FOLDERS if f"{Path(folder).name}/" not in tree] == []
+    unnamed = (folder for folder in FOLDERS if f"{Path(folder).name}/" not in tree)
+    refuse(unnamed, "ARCHITECTURE.md names each folder")
 
 
 def dead_links(path: Path, text: str) -> list[str]:
@@ -66,9 +70,9 @@ def dead_links(path: Path, text: str) -> list[str]:
     return [link for link in links if "://" not in link and not (path.parent / link).exists()]
 
 
-@pytest.mark.parametrize("path", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_live(path: Path) -> None:
-    assert dead_links(path, path.read_text()) == []
+def test_links_live() -> None:
+    dead = (f"{named(path)}: {link}" for path in LINKING for link in dead_links(path, path.read_text()))
+    refuse(dead, "a link leads somewhere")
 
 
 def test_the_scan_finds_a_dead_link() -> None:
@@ -83,7 +87,7 @@ def unlinked(text: str) -> list[str]:
 
 
 def test_every_page_is_linked() -> None:
-    assert unlinked((ROOT / "ARCHITECTURE.md").read_text()) == []
+    refuse(unlinked((ROOT / "ARCHITECTURE.md").read_text()), "ARCHITECTURE.md links each page of docs/dev")
     assert "wire.md" in unlinked("docs/dev/wire.md is named, [this](docs/dev/node.md) is linked")
 
 
@@ -100,14 +104,18 @@ def invariants(page: str) -> dict[int, list[str]]:
 def marked() -> dict[int, set[str]]:
     """Number of each invariant -> the files of the product with a line ``#: Invariant N``."""
     found: dict[int, set[str]] = {}
-    for name in sorted(FILES):
-        if name.startswith(("disttensor/", "runtime/")) and name.endswith(".py"):
-            for number in re.findall(r"(?m)^ *#: Invariant (\d+)\b", (ROOT / name).read_text()):
-                found.setdefault(int(number), set()).add(name)
+    for file in below("disttensor", "runtime"):
+        for number in re.findall(r"(?m)^ *#: Invariant (\d+)\b", file.text):
+            found.setdefault(int(number), set()).add(file.name)
     return found
 
 
 def test_every_invariant_stands_at_the_code_that_keeps_it() -> None:
     page = invariants((ROOT / "ARCHITECTURE.md").read_text())
     assert list(page) == list(range(1, INVARIANTS + 1))
-    assert {number: set(links) for number, links in page.items()} == marked()
+    linked = {(number, link) for number, links in page.items() for link in links}
+    there = {(number, name) for number, names in marked().items() for name in names}
+    refuse(
+        (f"{number}: {name}" for number, name in sorted(linked - there)), "a linked file has a line `#: Invariant N`"
+    )
+    refuse((f"{number}: {name}" for number, name in sorted(there - linked)), "ARCHITECTURE.md links what keeps it")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkout import ROOT
 from printed import as_shown
+from sources import Source, below
 from torch.utils.data import TensorDataset
 
 import disttensor as dt
@@ -40,18 +40,13 @@ NAMES: dict[str, Any] = {
 
 def examples() -> Iterator[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for _, module in sources():
-        found = finder.find(importlib.import_module(module))
+    for file in with_examples():
+        found = finder.find(importlib.import_module(file.module))
         yield from (test for test in found if test.examples)
 
 
-def sources() -> Iterator[tuple[Path, str]]:
-    """The files with examples, and the names of their modules."""
-    for folder, package in (("disttensor", "disttensor"), ("runtime", "disttensor.runtime")):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if ">>> " in path.read_text():
-                name = path.relative_to(ROOT / folder).with_suffix("").parts
-                yield path, ".".join((package, *name)).removesuffix(".__init__")
+def with_examples() -> list[Source]:
+    return [file for file in below("disttensor", "runtime") if ">>> " in file.text]
 
 
 EXAMPLES = {test.name: test for test in examples()}
@@ -91,5 +86,5 @@ def test_a_part_shows_no_output() -> None:
 
 
 def test_examples_are_found() -> None:
-    lines = [line for path, _ in sources() for line in path.read_text().splitlines() if line.lstrip().startswith(">>>")]
+    lines = [line for file in with_examples() for line in file.lines if line.lstrip().startswith(">>>")]
     assert len(lines) == sum(len(test.examples) for test in EXAMPLES.values())

@@ -21,6 +21,7 @@ from checkout import ROOT
 from equal import same
 from marks import Proof, marked, unseen
 from processes import alive_after
+from sources import refuse
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from variants import variants
@@ -49,8 +50,8 @@ def test_every_row_is_there_once() -> None:
 
 def test_each_mark_is_of_a_row_and_is_seen() -> None:
     there = {row.id for row in rows.table()}
-    assert [str(proof) for proof in marked("row") if not set(proof.rows) <= there] == []
-    assert unseen("row", Path(__file__)) == []
+    refuse((str(proof) for proof in marked("row") if not set(proof.rows) <= there), "a mark is of a row")
+    refuse(unseen("row", Path(__file__)), "a mark stands where the scan looks, with a row")
 
 
 def test_a_rows_mutant_turns_a_test_of_this_row_red() -> None:
@@ -58,12 +59,12 @@ def test_a_rows_mutant_turns_a_test_of_this_row_red() -> None:
     proofs = marked("row")
     shown = {row.id: {proof.name for proof in proofs if row.id in proof.rows} for row in rows.table()}
     vain = [(mutant.name, row) for mutant in rows.mutants() for row in mutant.rows if not mutant.red & shown[row]]
-    assert vain == []
+    refuse((f"{name}: {row}" for name, row in vain), "a row's mutant turns a test of this row red")
 
 
 def test_every_working_row_has_a_mutant() -> None:
     """What no mutant breaks is not claimed."""
-    assert rows.unbroken(rows.table(), marked("row"), rows.mutants()) == []
+    refuse(rows.unbroken(rows.table(), marked("row"), rows.mutants()), "a row that works has a mutant")
 
 
 #: Rows whose mutants can only be in the engine, and why. The list only shrinks: one that has another has to leave it.

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkout import ROOT
 from limits import HANG
+from sources import Source, product, refuse, source
 
 #: Files in which those speak who must not be believed: of the quick ones the tests of rows are taken, else all.
 QUICK = [
@@ -79,11 +79,10 @@ def test_asserts_of_tests_stay_and_others_go(tmp_path: Path) -> None:
 
 
 #: Folders of what takes the bytes of others: no assert at all stands there.
-GUARDS = ("transport", "protocol", "channel/tcp", "channel/shm", "launch/tree", "launch/rendezvous", "master")
-
-
-def asserts(text: str) -> Iterator[tuple[int, ast.expr]]:
-    yield from ((node.lineno, node.test) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert))
+GUARDS = tuple(
+    f"runtime/{folder}"
+    for folder in ("transport", "protocol", "channel/tcp", "channel/shm", "launch/tree", "launch/rendezvous", "master")
+)
 
 
 def narrows(test: ast.expr) -> bool:
@@ -93,23 +92,22 @@ def narrows(test: ast.expr) -> bool:
 
 @pytest.mark.fault(41)
 def test_no_check_is_an_assert() -> None:
-    files = [path for folder in ("runtime", "disttensor") for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 200
-    found = {
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in [*files, ROOT / "dtrun.py"]
-        for line, test in asserts(path.read_text())
-        if not narrows(test) or (path.is_relative_to(ROOT / "runtime") and _guards(path))
-    }
-    assert found == set()
+    checks = (
+        f"{file.at(node)}: {ast.unparse(node)}"
+        for file in product()
+        for node in file.nodes(ast.Assert)
+        if not narrows(node.test) or guards(file)
+    )
+    refuse(checks, "no check is an assert, which python -O takes away")
 
 
-def _guards(path: Path) -> bool:
-    return path.relative_to(ROOT / "runtime").as_posix().startswith(GUARDS)
+def guards(file: Source) -> bool:
+    return file.name.startswith(GUARDS)
 
 
 def test_the_scan_finds_checks() -> None:
     text = "assert x is not None\nassert isinstance(self.y, Reg)\nassert n < 3, 'large'\nassert isinstance(x, A) or y"
-    assert [line for line, test in asserts(text) if not narrows(test)] == [3, 4]
-    assert _guards(ROOT / "runtime" / "transport" / "zmq.py")
-    assert not _guards(ROOT / "runtime" / "node" / "executor.py")
+    found = Source("program.py", text).nodes(ast.Assert)
+    assert [node.lineno for node in found if not narrows(node.test)] == [3, 4]
+    assert guards(source(ROOT / "runtime" / "transport" / "zmq.py"))
+    assert not guards(source(ROOT / "runtime" / "node" / "executor.py"))

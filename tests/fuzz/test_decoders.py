@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
 from decoders import DECODERS, USES_WITHOUT, Decoder
 from fuzzing import SEEDS, fuzz, spoilt
+from sources import Source, agree, product
 
 #: Messages that were once decoded wrongly, in a folder for each decoder.
 CORPUS = Path(__file__).parent / "corpus"
@@ -76,37 +77,26 @@ DECODES = {
 }  # fmt: skip
 
 
-def uses(tree: ast.AST, within: tuple[str, ...] = ()) -> Iterator[str]:
+def uses(file: Source) -> Iterator[str]:
     """Functions of a module that decode. Text of bytes with ``errors=`` can't go wrong, and does not count."""
-    for node in ast.iter_child_nodes(tree):
-        inner = within
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = (*within, node.name)
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            of_json = ast.unparse(node.func) == "json.load"
-            replaces = any(keyword.arg == "errors" for keyword in node.keywords) or (
-                name == "decode" and len(node.args) == 2
-            )
-            if (name in DECODES or of_json) and not replaces:
-                yield ".".join(within)
-        yield from uses(node, inner)
+    for node in file.nodes(ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        of_json = name == "load" and ast.unparse(node.func) == "json.load"
+        replaces = any(keyword.arg == "errors" for keyword in node.keywords) or (
+            name == "decode" and len(node.args) == 2
+        )
+        if (name in DECODES or of_json) and not replaces:
+            yield ".".join(file.around(node))
 
 
+@cache
 def found() -> set[str]:
-    files = [*(ROOT / "runtime").rglob("*.py"), *(ROOT / "disttensor").glob("[!r]*/**/*.py"), ROOT / "dtrun.py"]
-    files += (ROOT / "disttensor").glob("*.py")
-    return {
-        f"{path.relative_to(ROOT).as_posix()}:{use}"
-        for path in files
-        for use in uses(ast.parse(path.read_text(encoding="utf-8")))
-    }
+    return {f"{file.name}:{use}" for file in product() for use in uses(file)}
 
 
 def test_every_decoder_is_registered() -> None:
     covered = [place for decoder in DECODERS for place in decoder.covers]
-    assert sorted(found() - set(covered) - USES_WITHOUT.keys()) == [], "fuzz these: a line in decoders.py"
-    assert sorted({*covered, *USES_WITHOUT} - found()) == [], "they decode nothing any more"
+    agree(found(), {*covered, *USES_WITHOUT}, "what decodes is fuzzed, and has a line in decoders.py")
     assert set(covered).isdisjoint(USES_WITHOUT)
 
 
@@ -120,5 +110,5 @@ class Wire:
     def plain(self, data):
         return data.decode("ascii", "replace")
 """
-    assert list(uses(ast.parse(text))) == ["", "Wire.hear"]
+    assert sorted(uses(Source("wire.py", text))) == ["", "Wire.hear"]
     assert len(found()) > 40

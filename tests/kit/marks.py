@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkout import TESTS
+from sources import Source, below
 
 #: Marks of suites of their own, all of which CI runs; what is slow it does not, nor what needs a GPU.
 SUITES = ("netns", "ssh", "slurm", "mpi", "ray")
@@ -50,9 +50,9 @@ def _own(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[tu
     return [m for d in node.decorator_list if "parametrize" not in ast.unparse(d)[:40] for m in _marks(d)]
 
 
-def proofs(mark: str, name: str, text: str) -> Iterator[Proof]:
+def proofs(mark: str, file: Source) -> Iterator[Proof]:
     """The tests of a file that are marked so with rows."""
-    body = ast.parse(text).body
+    body = file.tree.body
     ours = [n.value for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
     everybodys = [m for value in ours for m in _marks(value)]
 
@@ -66,40 +66,39 @@ def proofs(mark: str, name: str, text: str) -> Iterator[Proof]:
                 if rows:
                     yield Proof(f"{prefix}::{node.name}", rows, frozenset(kind for kind, _ in said))
 
-    yield from within(body, name, everybodys)
+    yield from within(body, file.name.removeprefix("tests/"), everybodys)
 
 
 @cache
 def marked(mark: str) -> list[Proof]:
     """All tests that are marked so, in the order of their files."""
-    files = [(path, path.read_text()) for path in sorted(TESTS.rglob("test_*.py"))]
+    return [proof for file in _tests() if f".mark.{mark}" in file.text for proof in proofs(mark, file)]
+
+
+def _tests() -> list[Source]:
+    return [file for file in below("tests") if file.path.name.startswith("test_")]
+
+
+def unseen(mark: str, but: Path) -> list[str]:
+    """Files with marks that the scan does not see: without a row, or in a place where it does not look."""
     return [
-        proof
-        for path, text in files
-        if f".mark.{mark}" in text
-        for proof in proofs(mark, path.relative_to(TESTS).as_posix(), text)
+        file.name
+        for file in _tests()
+        if file.path != but
+        and file.text.count(f".mark.{mark}(") + file.text.count(f".mark.{mark}\n") != _decorators(mark, file)
     ]
 
 
-def unseen(mark: str, but: Path) -> list[Path]:
-    """Files with marks that the scan does not see: without a row, or in a place where it does not look."""
-    found = []
-    for path in sorted(set(TESTS.rglob("test_*.py")) - {but}):
-        text = path.read_text()
-        if text.count(f".mark.{mark}(") + text.count(f".mark.{mark}\n") != _decorators(mark, text):
-            found.append(path)
-    return found
-
-
-def _decorators(mark: str, text: str) -> int:
+def _decorators(mark: str, file: Source) -> int:
     """The marks of a file that stand where they count, and name something."""
-    if f".mark.{mark}" not in text:
+    if f".mark.{mark}" not in file.text:
         return 0
     count = 0
     tests = {ast.FunctionDef: "test", ast.AsyncFunctionDef: "test", ast.ClassDef: "Test"}
-    for node in ast.walk(ast.parse(text)):
-        if (begins := tests.get(type(node))) and node.name.startswith(begins):
+    for node in file.nodes(*tests):
+        if node.name.startswith(tests[type(node)]):
             count += sum(kind == mark and bool(args) for kind, args in _own(node))
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+    for node in file.nodes(ast.Assign):
+        if ast.unparse(node.targets[0]) == "pytestmark":
             count += sum(kind == mark and bool(args) for kind, args in _marks(node.value))
     return count

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import ROOT
 from equal import outcome, same
+from sources import agree, below
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -424,12 +424,9 @@ ASKED = {
 
 
 def test_no_kernel_is_chosen_elsewhere() -> None:
-    asking = {
-        path.relative_to(ROOT / "disttensor").as_posix()
-        for path in (ROOT / "disttensor").rglob("*.py")
-        if re.search(r"\.kernels\b(?!\.| import)", path.read_text())
-    }
-    assert asking - {"session/kernel_choice.py"} == set(ASKED)
+    asks = re.compile(r"\.kernels\b(?!\.| import)")
+    asking = {file.name.removeprefix("disttensor/") for file in below("disttensor") if asks.search(file.text)}
+    agree(asking - {"session/kernel_choice.py"}, ASKED, "kernel_choice.py alone asks for kernels")
 
 
 def test_composites_with_kernels_of_their_own() -> None:

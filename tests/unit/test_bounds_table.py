@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from checkout import ROOT, TESTS
+from checkout import TESTS
+from sources import Source, agree, below, refuse, source
 
 #: The bounds that are one of a value's: its cases below try it.
 _VALUES = "test_a_value_at_its_bound"
@@ -125,26 +125,29 @@ TABLE = {
 _NAME = re.compile(r"_?(MAX|MOST|LONGEST)(_|$)|.*_(MAX|MOST)$|FRAME_LIMIT$")
 
 
-def bounds_of(path: Path) -> Iterator[str]:
+def bounds_of(file: Source) -> Iterator[str]:
     """The bounds that a file has: constants by their names, and constraints of what is decoded by their text."""
-    if not re.search(r"MAX|MOST|LONGEST|LIMIT|Meta\(", text := path.read_text()):
-        return
-    tree = ast.parse(text)
-    for node in tree.body:
+    for node in file.tree.body:
         for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
             for each in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(each, ast.Name) and _NAME.match(each.id):
                     yield each.id
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Meta"):
+    for node in file.nodes(ast.Call):
+        if isinstance(node.func, ast.Name | ast.Attribute) and _last(node.func).endswith("Meta"):
             yield from (f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords if k.arg in ("le", "lt", "max_length"))
 
 
+def _last(name: ast.Name | ast.Attribute) -> str:
+    return name.attr if isinstance(name, ast.Attribute) else name.id
+
+
 def test_the_table_is_whole() -> None:
-    files = sorted(p for folder in ("runtime", "disttensor") for p in (ROOT / folder).rglob("*.py"))
-    found = {str(p.relative_to(ROOT)): sorted(set(bounds_of(p))) for p in files if "disttensor/runtime" not in str(p)}
-    assert {name: bounds for name, bounds in found.items() if bounds} == {k: sorted(v) for k, v in TABLE.items()}
+    code = (f"{file.name} {bound}" for file in below("runtime", "disttensor") for bound in bounds_of(file))
+    agree(code, (f"{name} {bound}" for name, bounds in TABLE.items() for bound in bounds), "TABLE has every bound")
+
+
+def test_the_tests_of_bounds_are_there() -> None:
     tests = {where for bounds in TABLE.values() for where in bounds.values() if where.startswith("test_")}
-    files = [TESTS / "transport" / name for name in ("test_bounds.py", "test_lowered_bounds.py")]
-    there = {node.name for p in files for node in ast.parse(p.read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert tests <= there, "a test of a bound is gone"
+    files = [source(TESTS / "transport" / name) for name in ("test_bounds.py", "test_lowered_bounds.py")]
+    there = {node.name for file in files for node in file.tree.body if isinstance(node, ast.FunctionDef)}
+    refuse(sorted(tests - there), "a bound's test is there")

@@ -7,49 +7,24 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from checkout import ROOT
+from sources import LINK, Source, below, product, refuse, source
 
 #: Beginnings without a subject and a verb: the first sentence says what the thing is or does.
 BEGINNINGS = (
     *("See above", "Of ", "What ", "Whether ", "Where ", "Which ", "Who ", "Those ", "As ", "The same", "It ", "They "),
 )
 
-LINK = ROOT / "disttensor" / "runtime"
-FILES = [
-    path
-    for folder in ("disttensor", "runtime")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if LINK not in path.parents
-]
-
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def documented(tree: ast.Module) -> Iterator[ast.Module | Definition]:
-    """All modules, classes and functions of a file, nested ones too."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, *DEFINITIONS)):
-            yield node
-
-
-def bad_beginnings(tree: ast.Module) -> list[str]:
-    found = []
-    for node in documented(tree):
-        text = ast.get_docstring(node) or ""
+def bad_beginnings(file: Source) -> Iterator[str]:
+    """Of all modules, classes and functions of a file, nested ones too."""
+    for node in file.nodes(ast.Module, *DEFINITIONS):
+        text = (ast.get_docstring(node, clean=False) or "").lstrip()
         if text.startswith(BEGINNINGS):
-            found.append(f"line {node.body[0].lineno}: {text.splitlines()[0]}")
-    return found
+            yield f"{file.at(node.body[0])}: {text.splitlines()[0]}"
 
 
 # ---- exported names --------------------------------------------------------------------------------------------------
@@ -67,7 +42,7 @@ def file_of(base: Path, level: int, module: str | None) -> Path:
 
 def origin(path: Path, name: str) -> tuple[Path, str]:
     """The file that defines a name, and its name there: packages import names from their modules."""
-    for node in tree_of(path).body:
+    for node in source(path).tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -76,10 +51,14 @@ def origin(path: Path, name: str) -> tuple[Path, str]:
 
 
 #: The files whose imports are the public names: the first level, and the themes.
-SOURCES = [
+FACES = [
     ROOT / "disttensor" / "public.py",
     ROOT / "disttensor" / "factories.py",
-    *(path for path in sorted((ROOT / "disttensor").glob("*/__init__.py")) if "__all__" in path.read_text()),
+    *(
+        file.path
+        for file in below("disttensor")
+        if file.name.count("/") == 2 and file.name.endswith("/__init__.py") and "__all__" in file.text
+    ),
 ]
 
 
@@ -87,12 +66,12 @@ SOURCES = [
 def exported() -> dict[Path, set[str]]:
     """The public names by the files that define them."""
     found: dict[Path, set[str]] = {}
-    for source in SOURCES:
-        for node in tree_of(source).body:
+    for face in FACES:
+        for node in source(face).tree.body:
             if isinstance(node, ast.ImportFrom) and node.level and node.module:
                 for alias in node.names:
-                    if alias.asname == alias.name or (alias.asname is None and f'"{alias.name}"' in source.read_text()):
-                        path, name = origin(file_of(source, node.level, node.module), alias.name)
+                    if alias.asname == alias.name or (alias.asname is None and f'"{alias.name}"' in source(face).text):
+                        path, name = origin(file_of(face, node.level, node.module), alias.name)
                         found.setdefault(path, set()).add(name)
     return found
 
@@ -114,9 +93,8 @@ def speaks_for_another(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
     return bool(names & {"setter", "deleter", "overload"})
 
 
-def undocumented(tree: ast.Module, names: set[str]) -> list[str]:
-    found = []
-    for node in tree.body:
+def undocumented(file: Source, names: set[str]) -> Iterator[str]:
+    for node in file.tree.body:
         if not isinstance(node, DEFINITIONS) or node.name not in names:
             continue
         methods = node.body if isinstance(node, ast.ClassDef) else []
@@ -129,21 +107,20 @@ def undocumented(tree: ast.Module, names: set[str]) -> list[str]:
         for name, one in candidates:
             plain = not isinstance(one, ast.ClassDef) and (is_trivial(one) or speaks_for_another(one))
             if not plain and not ast.get_docstring(one):
-                found.append(f"line {one.lineno}: {name}")
-    return found
+                yield f"{file.at(one)}: {name}"
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_docstring_begins_with_what_the_thing_is_or_does(path: Path) -> None:
-    assert bad_beginnings(tree_of(path)) == []
+def test_a_docstring_begins_with_what_the_thing_is_or_does() -> None:
+    found = (each for file in product() for each in bad_beginnings(file))
+    refuse(found, "a docstring's first sentence has a subject and a verb")
 
 
-@pytest.mark.parametrize("path", sorted(exported()), ids=name_of)
-def test_what_is_exported_has_a_docstring(path: Path) -> None:
-    assert undocumented(tree_of(path), exported()[path]) == []
+def test_what_is_exported_has_a_docstring() -> None:
+    found = (each for path, names in sorted(exported().items()) for each in undocumented(source(path), names))
+    refuse(found, "what users have says what it is or does")
 
 
 def test_exported_names_are_found_where_they_are_defined() -> None:
@@ -176,6 +153,6 @@ def hidden():
 
 
 def test_broken_docstrings_are_found() -> None:
-    tree = ast.parse(BROKEN)
-    assert bad_beginnings(tree) == ["line 2: Whether it is broken.", "line 17: See above."]
-    assert undocumented(tree, {"Shown"}) == ["line 7: Shown.does"]
+    file = Source("broken.py", BROKEN)
+    assert list(bad_beginnings(file)) == ["broken.py:2: Whether it is broken.", "broken.py:17: See above."]
+    assert list(undocumented(file, {"Shown"})) == ["broken.py:7: Shown.does"]

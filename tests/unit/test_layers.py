@@ -6,21 +6,10 @@ import ast
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from checkout import ROOT
-
-FRONT = [
-    ROOT / "dtrun.py",
-    *(
-        p
-        for p in sorted((ROOT / "disttensor").rglob("*.py"))
-        if "runtime" not in p.relative_to(ROOT / "disttensor").parts
-    ),
-]
-ENGINE = sorted((ROOT / "runtime").rglob("*.py"))
-OTHERS = sorted(p for folder in ("tests", "tools", "examples") for p in (ROOT / folder).rglob("*.py"))
+from sources import Source, agree, below, product, refuse, source
 
 #: The folders of the engine, from the ground up. A line's folders know nothing of each other.
 ENGINE_LAYERS = (
@@ -60,37 +49,29 @@ WITHIN = {
 }
 
 
-def module_of(path: Path) -> str:
-    """The module's name: "disttensor.runtime.channel.base"."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] == "runtime":
-        parts = ("disttensor", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+MODULES = {file.module: file for file in product()}
+
+#: Modules that lie in no folder: the packages' own faces, and programs.
+ABOVE = {
+    "disttensor",
+    "dtrun",
+    *(f"disttensor.{name}" for name in ("__main__", "doctor", "factories", "moved", "public", "run", "runtime")),
+}
 
 
-MODULES = {module_of(path): path for path in [*FRONT, *ENGINE]}
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def imports(path: Path, package: str = "") -> Iterator[tuple[int, str]]:
+def imports(file: Source) -> Iterator[tuple[int, str]]:
     """(line, absolute name) of all that a file imports, in functions and for types too."""
-    if not package and path in MODULES.values():
-        package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for found in ast.walk(parse(path)):
-        if isinstance(found, ast.Import):
-            for alias in found.names:
-                yield found.lineno, alias.name
-        elif isinstance(found, ast.ImportFrom):
-            base = found.module or ""
-            if found.level:
-                parts = package.split(".")
-                base = ".".join([*parts[: len(parts) - found.level + 1], *([found.module] if found.module else [])])
-            for alias in found.names:
-                yield found.lineno, f"{base}.{alias.name}"
+    package = file.module if file.path.name == "__init__.py" else file.module.rpartition(".")[0]
+    for found in file.nodes(ast.Import):
+        for alias in found.names:
+            yield found.lineno, alias.name
+    for found in file.nodes(ast.ImportFrom):
+        base = found.module or ""
+        if found.level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - found.level + 1], *([found.module] if found.module else [])])
+        for alias in found.names:
+            yield found.lineno, f"{base}.{alias.name}"
 
 
 def module_named(name: str) -> str | None:
@@ -122,39 +103,44 @@ FLOORS = {
 }
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_go_down(module: str) -> None:
-    here = room(module)
-    if here in ("", "runtime"):  # the packages' own faces, and programs
-        assert module in {
-            "disttensor",
-            "dtrun",
-            *(
-                f"disttensor.{name}"
-                for name in ("__main__", "doctor", "factories", "moved", "public", "run", "runtime")
-            ),
-        }, f"{module} lies in no folder"
+def upward(file: Source) -> Iterator[str]:
+    """The imports of a file that do not go down, and what is wrong with its own place."""
+    here = room(file.module)
+    if here in ("", "runtime"):
+        if file.module not in ABOVE:
+            yield f"{file.name} lies in no folder"
         return
-    assert here in FLOORS, f"{here} has no layer: name it in ENGINE_LAYERS or FRONT_LAYERS"
-    for line, there in used(module):
-        assert room(there), f"{module}:{line} imports {there}, which stands above all"
-        assert FLOORS[room(there)] < FLOORS[here] or room(there) == here, f"{module}:{line} imports {there}"
+    if here not in FLOORS:
+        yield f"{file.name}: {here} has no layer: name it in ENGINE_LAYERS or FRONT_LAYERS"
+        return
+    for line, there in used(file.module):
+        if not room(there):
+            yield f"{file.at(line)} imports {there}, which stands above all"
+        elif room(there) not in FLOORS or not (FLOORS[room(there)] < FLOORS[here] or room(there) == here):
+            yield f"{file.at(line)} imports {there}"
 
 
-@pytest.mark.parametrize("package", WITHIN)
-def test_imports_go_down_within(package: str) -> None:
+def test_imports_go_down() -> None:
+    refuse((each for file in product() for each in upward(file)), "imports go down")
+
+
+def upward_within(package: str) -> Iterator[str]:
     floors = {name: floor for floor, names in enumerate(WITHIN[package]) for name in names}
 
     def part(module: str) -> str:
         return module.removeprefix(f"{package}.").partition(".")[0]
 
-    for module in MODULES:
+    for module, file in MODULES.items():
         if module.startswith(f"{package}."):
             for line, there in used(module):
                 if there.startswith(f"{package}."):
-                    above, below = part(module), part(there)
-                    if above in floors and below in floors and above != below:
-                        assert floors[below] < floors[above], f"{module}:{line} imports {there}"
+                    above, under = part(module), part(there)
+                    if above in floors and under in floors and above != under and floors[under] >= floors[above]:
+                        yield f"{file.at(line)} imports {there}"
+
+
+def test_imports_go_down_within() -> None:
+    refuse((each for package in WITHIN for each in upward_within(package)), "imports go down within a folder")
 
 
 def circles() -> list[list[str]]:
@@ -175,18 +161,21 @@ def circles() -> list[list[str]]:
 
 
 def test_no_circle() -> None:
-    assert circles() == []
+    refuse((", ".join(circle) for circle in circles()), "modules do not import each other, however far around")
 
 
 def test_every_layer_names_a_folder() -> None:
-    for name in FLOORS:
-        assert (ROOT / "disttensor" / name.replace(".", "/") / "__init__.py").exists(), name
+    gone = [name for name in FLOORS if not (ROOT / "disttensor" / name.replace(".", "/") / "__init__.py").exists()]
+    refuse(gone, "a layer names folders that are there")
 
 
-@pytest.mark.parametrize("path", [*FRONT, *ENGINE, *OTHERS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_each_file_says_what_it_is_for(path: Path) -> None:
-    assert path.stem != "utils"
-    assert ast.get_docstring(parse(path))
+def test_each_file_says_what_it_is_for() -> None:
+    silent = (
+        file.name
+        for file in (*product(), *below("tests", "tools", "examples"))
+        if file.path.stem == "utils" or not ast.get_docstring(file.tree, clean=False)
+    )
+    refuse(silent, "a file has a docstring, and another name than utils")
 
 
 def test_the_bare_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,58 +200,62 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "marshal", "shelve"
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
-def dangerous(path: Path) -> Iterator[tuple[int, str, str]]:
+def dangerous(file: Source) -> Iterator[tuple[int, str, str]]:
     """(line, enclosing function or class, what) of everything that could run or unpickle what it is given."""
 
-    def walk(tree: ast.AST, inside: str) -> Iterator[tuple[int, str, str]]:
-        for node in ast.iter_child_nodes(tree):
-            named = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            here = inside or (node.name if named else "")
-            match node:
-                case ast.Name(id=name) if name in FORBIDDEN_CALLS | FORBIDDEN_MODULES:
-                    yield node.lineno, here, name
-                case ast.Import(names=names):
-                    for alias in names:
-                        if alias.name.split(".")[0] in FORBIDDEN_MODULES:
-                            yield node.lineno, here, f"import {alias.name}"
-                case ast.ImportFrom(module=module) if module and module.split(".")[0] in FORBIDDEN_MODULES:
-                    yield node.lineno, here, f"import {module}"
-                case ast.Attribute(
-                    attr="load" | "loads", value=ast.Name(id="torch" | "cloudpickle" | "pickle" as base)
-                ):
-                    yield node.lineno, here, f"{base}.{node.attr}"
-                case ast.Attribute(attr="allow_pickle") | ast.keyword(arg="allow_pickle"):
-                    yield getattr(node, "lineno", 0), here, "allow_pickle"
-                case _:
-                    pass
-            yield from walk(node, here)
+    for node in file.nodes(ast.Name, ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword):
+        match node:
+            case ast.Name(id=name) if name in FORBIDDEN_CALLS | FORBIDDEN_MODULES:
+                found = [name]
+            case ast.Import(names=names):
+                found = [f"import {a.name}" for a in names if a.name.split(".")[0] in FORBIDDEN_MODULES]
+            case ast.ImportFrom(module=module) if module and module.split(".")[0] in FORBIDDEN_MODULES:
+                found = [f"import {module}"]
+            case ast.Attribute(attr="load" | "loads", value=ast.Name(id="torch" | "cloudpickle" | "pickle" as base)):
+                found = [f"{base}.{node.attr}"]
+            case ast.Attribute(attr="allow_pickle") | ast.keyword(arg="allow_pickle"):
+                found = ["allow_pickle"]
+            case _:
+                continue
+        for what in found:
+            yield node.lineno, next(iter(file.around(node)), ""), what
 
-    yield from walk(parse(path), "")
+
+def opened(file: Source) -> Iterator[str]:
+    """What a file runs or unpickles without being the place for it."""
+    for line, function, what in dangerous(file):
+        if file.path.name == UNPICKLES[0]:
+            allowed = function == UNPICKLES[1] or what == "import pickle"
+        else:
+            allowed = (file.path.name, function) == GENERATES[:2] and what in GENERATES[2]
+        if not allowed:
+            yield f"{file.at(line)}: {what} in {function or 'the module'}"
 
 
 @pytest.mark.fault(34)
-@pytest.mark.parametrize("path", [*FRONT, *ENGINE], ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_run_or_unpickled(path: Path) -> None:
-    for line, function, what in dangerous(path):
-        if path.name == UNPICKLES[0]:
-            assert function == UNPICKLES[1] or what == "import pickle", f"{path.name}:{line}: {what}"
-        elif (path.name, function) != GENERATES[:2] or what not in GENERATES[2]:
-            raise AssertionError(f"{path.name}:{line}: {what} in {function or 'the module'}")
+def test_nothing_is_run_or_unpickled() -> None:
+    refuse((each for file in product() for each in opened(file)), "nothing runs or unpickles what it is given")
 
 
 def test_the_scan_finds_things() -> None:
-    assert any(what == "pickle" for _, _, what in dangerous(ROOT / "runtime" / "node" / "user_functions.py"))
+    assert any(what == "pickle" for _, _, what in dangerous(source(ROOT / "runtime" / "node" / "user_functions.py")))
 
 
 def test_cloudpickle_pickles_in_one_place() -> None:
-    users = {module for module, path in MODULES.items() for _, name in imports(path) if name.startswith("cloudpickle")}
-    assert users == {"disttensor.tasks.sending"}
+    users = {file.name for file in product() for _, name in imports(file) if name.startswith("cloudpickle")}
+    agree(users, {"disttensor/tasks/sending.py"}, "cloudpickle is imported in one place")
+
+
+#: What importing the package must not call.
+STARTS = {"register", "init_master_worker", "install"}
 
 
 def test_import_starts_nothing() -> None:
-    """Importing the package neither registers the device nor opens anything."""
-    for path in FRONT:
-        for node in parse(path).body:
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                name = ast.unparse(node.value.func)
-                assert name not in {"register", "init_master_worker", "install"}, path
+    called = (
+        (file, node, ast.unparse(node.value.func))
+        for file in (source(ROOT / "dtrun.py"), *below("disttensor"))
+        for node in file.tree.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
+    starts = (f"{file.at(node)}: {what}" for file, node, what in called if what in STARTS)
+    refuse(starts, "an import registers nothing and opens nothing")

@@ -11,10 +11,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-import pytest
-from checkout import ROOT
+from sources import Source, below, refuse
 
 import disttensor as dt
 from disttensor import moved
@@ -33,7 +32,7 @@ FOLDERS = (
     "docs",
     "launch",
 )
-FILES = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("*.py"))]
+FILES = below(*(f"tests/{folder}" for folder in FOLDERS))
 
 #: What users import: documented modules. Their own private names are private all the same.
 PUBLIC = {
@@ -109,24 +108,23 @@ INTERNAL: dict[str, str] = {
 }
 
 
-def reaches(text: str) -> Iterator[tuple[int, str]]:
+def reaches(file: Source) -> Iterator[tuple[int, str]]:
     """(line, what) of all that a program, or one that it has as text, uses of disttensor and a user does not."""
-    tree = ast.parse(text)
     ours, foreign = {"dt", "disttensor"}, {"self", "cls"}  #: names of our modules, and of what is others'
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                (ours if _is_ours(alias.name) else foreign).add(alias.asname or alias.name.split(".")[0])
-        elif isinstance(node, ast.ImportFrom) and not _is_ours(node.module or ""):
+    for node in file.nodes(ast.Import):
+        for alias in node.names:
+            (ours if _is_ours(alias.name) else foreign).add(alias.asname or alias.name.split(".")[0])
+            if _private_module(alias.name):
+                yield node.lineno, alias.name
+    for node in file.nodes(ast.ImportFrom):
+        if not _is_ours(node.module or ""):
             foreign.update(alias.asname or alias.name for alias in node.names)
-    for node in ast.walk(tree):
+            continue
+        for alias in node.names:
+            if node.module and _private_name(node.module, alias.name):
+                yield node.lineno, f"{node.module}.{alias.name}"
+    for node in file.nodes(ast.Attribute):
         match node:
-            case ast.Import(names=names):
-                yield from ((node.lineno, alias.name) for alias in names if _private_module(alias.name))
-            case ast.ImportFrom(module=str(module), names=names) if _is_ours(module):
-                for alias in names:
-                    if _private_name(module, alias.name):
-                        yield node.lineno, f"{module}.{alias.name}"
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in ours:
                 if _private_name("disttensor", attribute):
                     yield node.lineno, f"{name}.{attribute}"
@@ -137,8 +135,9 @@ def reaches(text: str) -> Iterator[tuple[int, str]]:
             case ast.Attribute(attr=attribute) if _is_private(attribute) and attribute not in TORCHS:
                 if _root(node) not in foreign:
                     yield node.lineno, ast.unparse(node)
-            case ast.Constant(value=str(inner)):
-                yield from ((node.lineno, what) for what in _in_text(inner))
+    for node in file.nodes(ast.Constant):
+        if isinstance(node.value, str):
+            yield from ((node.lineno, what) for what in _in_text(node.value))
 
 
 def _in_text(text: str) -> Iterator[str]:
@@ -149,7 +148,7 @@ def _in_text(text: str) -> Iterator[str]:
             yield text
     elif re.search(r"(import|from) disttensor|\bdt\.\w", text):
         try:
-            yield from (what for _, what in reaches(textwrap.dedent(text)))
+            yield from (what for _, what in reaches(Source("a text", textwrap.dedent(text))))
         except SyntaxError:  # a sentence, or a part of a program
             return
 
@@ -166,6 +165,7 @@ def _private_module(name: str) -> bool:
     return _is_ours(name) and name not in PUBLIC
 
 
+@cache
 def _private_name(module: str, name: str) -> bool:
     """Whether ``from module import name`` takes what users don't have."""
     if _private_module(module) or _is_private(name):
@@ -187,22 +187,20 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT / "tests"))
+def reaching() -> dict[str, list[str]]:
+    """Of each file, by its name below tests/, what it reaches inside for."""
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        for line, what in reaches(file):
+            found.setdefault(file.name.removeprefix("tests/"), []).append(f"{file.at(line)}: {what}")
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_behaviour_is_tested_by_public_names(path: Path) -> None:
-    found = [f"{name_of(path)}:{line}: {what}" for line, what in reaches(path.read_text())]
-    if name_of(path) in INTERNAL:
-        assert found, f"{name_of(path)} reaches inside no more: take it from the list"
-    else:
-        assert not found, "a test of behaviour uses public names and disttensor.testing"
-
-
-@pytest.mark.parametrize("name", INTERNAL)
-def test_the_list_names_files(name: str) -> None:
-    assert (ROOT / "tests" / name).exists()
+def test_behaviour_is_tested_by_public_names() -> None:
+    found = reaching()
+    others = [each for name, reached in found.items() if name not in INTERNAL for each in reached]
+    others += [f"tests/{name} does not reach inside: take it from INTERNAL" for name in INTERNAL if name not in found]
+    refuse(others, "a test of behaviour uses public names and disttensor.testing")
 
 
 REACHES = {
@@ -221,9 +219,12 @@ REACHES = {
 }
 
 
-@pytest.mark.parametrize("program", REACHES)
-def test_the_scan_finds(program: str) -> None:
-    assert REACHES[program] in [what for _, what in reaches(program)]
+def reached(program: str) -> list[str]:
+    return [what for _, what in reaches(Source("a program", program))]
+
+
+def test_the_scan_finds() -> None:
+    refuse((program for program, what in REACHES.items() if what not in reached(program)), "these are found")
 
 
 PASSES = [
@@ -237,6 +238,5 @@ PASSES = [
 ]
 
 
-@pytest.mark.parametrize("program", PASSES)
-def test_the_scan_leaves_what_users_have(program: str) -> None:
-    assert list(reaches(program)) == []
+def test_the_scan_leaves_what_users_have() -> None:
+    refuse((f"{program!r}: {reached(program)}" for program in PASSES if reached(program)), "these are left alone")

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 from checkout import ROOT
+from sources import agree, below, refuse
 
 from disttensor.runtime.channel.base import ChannelContext
 from disttensor.runtime.channel.tcp.dial import tune_after
@@ -118,19 +119,15 @@ def comment(lines: list[str], line: int) -> str:
 def times() -> dict[str, tuple[float, ...]]:
     """All numbers of modules and classes whose comments say that they are times, as "file:NAME"."""
     found: dict[str, tuple[float, ...]] = {}
-    for path in sorted([*(ROOT / "runtime").rglob("*.py"), *(ROOT / "disttensor").rglob("*.py")]):
-        parts = path.relative_to(ROOT).parts
-        if parts[:2] == ("disttensor", "runtime"):
-            continue
-        text = path.read_text()
-        tree, lines = ast.parse(text), text.splitlines()
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        bodies = [("", tree.body), *((ast.get_docstring(node) or "", node.body) for node in classes)]
+    for file in below("runtime", "disttensor"):
+        classes = [node for node in file.tree.body if isinstance(node, ast.ClassDef)]
+        bodies = [("", file.tree.body), *((ast.get_docstring(node) or "", node.body) for node in classes)]
         for said, node in [(said, each) for said, body in bodies for each in body]:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                numbers, name = value(node.value), "/".join(parts) + ":" + ast.unparse(target).strip("()")
-                is_time = TIME.search(said + comment(lines, node.lineno - 1)) or "timedelta" in ast.unparse(node.value)
+                numbers, name = value(node.value), file.name + ":" + ast.unparse(target).strip("()")
+                told = said + comment(file.lines, node.lineno - 1)
+                is_time = TIME.search(told) or "timedelta" in ast.unparse(node.value)
                 if any(numbers) and is_time and name not in NO_TIMES:
                     found[name] = numbers
     return found
@@ -146,8 +143,13 @@ def test_each_time_that_stands_in_the_code_has_a_row() -> None:
     """With its value, and with when it begins to count: a limit from the start is too short on some busy machine."""
     code, page = times(), rows()
     assert len(code) > 60
-    assert {name: spoken(numbers) for name, numbers in code.items()} == {name: row[0] for name, row in page.items()}
-    assert {kind for _, kind in page.values()} <= KINDS
+    there = (f"{name} = {spoken(numbers)}" for name, numbers in code.items())
+    agree(there, (f"{name} = {number}" for name, (number, _) in page.items()), f"{PAGE.name} has a row for each time")
+
+
+def test_each_row_says_from_when_on_its_time_counts() -> None:
+    strange = (f"{name}: {kind}" for name, (_, kind) in rows().items() if kind not in KINDS)
+    refuse(strange, f"a row's kind is one of {', '.join(sorted(KINDS))}")
 
 
 def spoken(numbers: tuple[float, ...]) -> str:

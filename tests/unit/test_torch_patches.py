@@ -6,22 +6,16 @@ import ast
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from checkout import ROOT
+from sources import Source, below, refuse, source
 
 from disttensor import torch_patches
 from disttensor.runtime.protocol.errors import DisttensorError
 from disttensor.torch_patches import COMPILING, ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, SHARDING, Patch
 
-PRODUCT = [
-    path
-    for top in ("disttensor", "runtime")
-    for path in sorted((ROOT / top).rglob("*.py"))
-    if "disttensor/runtime" not in path.as_posix()
-]
 #: Assignments to what is torch's that are no patches: (file, target).
 NO_PATCH = {
     ("disttensor/torch_backend/naming.py", "torch.node"): "the device module, as torch's own registration sets it",
@@ -64,18 +58,16 @@ def test_a_session_looks_at_nothing_of_dynamos() -> None:
     assert of_dynamo == {COMPILING}
 
 
-def assigned(path: Path) -> Iterator[tuple[int, str]]:
+def assigned(file: Source) -> Iterator[tuple[int, str]]:
     """(line, what) of all that a file sets on names that it has imported from torch, or by setattr on whatever; and of
     each function, whosever, that it gives other code: no debugger shows that one."""
-    tree = ast.parse(path.read_text())
     torchs = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for node in file.nodes(ast.Import, ast.ImportFrom)
         for alias in node.names
         if (getattr(node, "module", None) or alias.name).partition(".")[0] == "torch" and not getattr(node, "level", 0)
     }
-    for node in ast.walk(tree):
+    for node in file.nodes(ast.Call, ast.Attribute):
         match node:
             case ast.Call(func=ast.Name(id="setattr"), args=[target, name, _]):
                 text = ast.unparse(target)
@@ -88,24 +80,24 @@ def assigned(path: Path) -> Iterator[tuple[int, str]]:
                     yield node.lineno, text
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nothing_is_replaced_outside_of_the_list(path: Path) -> None:
-    name = path.relative_to(ROOT).as_posix()
-    assert [(line, what) for line, what in assigned(path) if (name, what) not in NO_PATCH] == []
+def test_nothing_is_replaced_outside_of_the_list() -> None:
+    found = ((file, line, what) for file in below("disttensor", "runtime") for line, what in assigned(file))
+    unlisted = (f"{file.at(line)}: {what}" for file, line, what in found if (file.name, what) not in NO_PATCH)
+    refuse(unlisted, "what is replaced in torch stands in disttensor/torch_patches")
 
 
-def test_the_scan_finds(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
+def test_the_scan_finds() -> None:
+    program = Source(
+        "program.py",
         "import torch\nfrom torch.optim import swa_utils\n"
-        "torch.x = 1\nsetattr(swa_utils, 'y', 2)\nf = torch.f\nf.__code__, torch.z = g.__code__, 3\n"
+        "torch.x = 1\nsetattr(swa_utils, 'y', 2)\nf = torch.f\nf.__code__, torch.z = g.__code__, 3\n",
     )
     assert sorted(what for _, what in assigned(program)) == ["f.__code__", "swa_utils.y", "torch.x", "torch.z"]
 
 
 def test_exceptions_are_there() -> None:
-    for name, what in NO_PATCH:
-        assert what in [found for _, found in assigned(ROOT / name)]
+    gone = [(name, what) for name, what in NO_PATCH if what not in [w for _, w in assigned(source(ROOT / name))]]
+    refuse((f"{name}: {what}" for name, what in gone), "these are gone: take them from the list")
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from sources import Source, below, refuse
 
 #: Classes and aliases that are tensors, or may be.
 TENSORS = {"Tensor", "DistributedTensor", "Parameter", "Value", "Entry"}
@@ -282,31 +281,26 @@ def questions(tree: ast.Module, known: Known, module: str = "") -> list[tuple[in
     return sorted(set(scan.found))
 
 
-def files() -> Iterator[Path]:
-    """Yields our files; those of the engine once, and not by the front end's link to it."""
-    for folder in ("runtime", "disttensor"):
-        yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if "disttensor/runtime" not in str(path))
+FILES = below("runtime", "disttensor")
 
 
-def module(path: Path) -> str:
-    return str(path.relative_to(ROOT).with_suffix(""))
+def module(file: Source) -> str:
+    return file.name.removesuffix(".py")
 
 
 def asked() -> Iterator[tuple[str, str, str]]:
-    sources = {path: path.read_text() for path in files()}
-    trees = {path: ast.parse(source) for path, source in sources.items()}
-    known = Known({module(path): tree for path, tree in trees.items()})
-    for path, tree in trees.items():
-        name, lines = str(path.relative_to(ROOT)), sources[path].splitlines()
-        for line, what in questions(tree, known, module(path)):
-            yield name, lines[line - 1].strip(), f"{name}:{line}: {what}"
+    known = Known({module(file): file.tree for file in FILES})
+    for file in FILES:
+        for line, what in questions(file.tree, known, module(file)):
+            yield file.name, file.lines[line - 1].strip(), f"{file.at(line)}: {what}"
 
 
 def test_no_code_asks_a_tensor_for_truth_length_or_equality() -> None:
     found = [(name, text, what) for name, text, what in asked()]
     meant = {(name, text) for name, text in MEANT if any(name == n and text in t for n, t, _ in found)}
-    assert meant == set(MEANT), "what is listed has gone"
-    assert [what for name, text, what in found if not any(name == n and t in text for n, t in MEANT)] == []
+    unmeant = [what for name, text, what in found if not any(name == n and t in text for n, t in MEANT)]
+    unmeant += [f"{name}: nothing asks in {text!r}: take it from MEANT" for name, text in sorted(set(MEANT) - meant)]
+    refuse(unmeant, "no code asks a tensor for its truth, its length, or whether it equals another one")
 
 
 ASKING = {
@@ -347,5 +341,5 @@ def test_each_form_of_the_question_is_found(form: str) -> None:
 
 
 def test_the_code_of_gpus_is_scanned() -> None:
-    scanned = {str(path.relative_to(ROOT)) for path in files()}
+    scanned = {file.name for file in FILES}
     assert {"runtime/node/streams/scheduler.py", "runtime/node/streams/cuda_lane.py"} <= scanned

@@ -10,14 +10,12 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from sources import product, refuse
 
-import disttensor
 from disttensor.runtime.host.descriptors import wait_readable
 
-ROOT = Path(disttensor.__file__).parents[1]
 #: The first descriptor that ``select.select`` refuses.
 FD_SETSIZE = 1024
 
@@ -72,13 +70,6 @@ def test_a_closed_descriptor_is_an_error() -> None:
 
 def test_nothing_of_ours_waits_by_select() -> None:
     """A process with many nodes has more descriptors than it can tell."""
-    files = [file for folder in ("disttensor", "runtime") for file in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 200
-    used = [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
-        for file in files
-        if "select" in (text := file.read_text())
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "select.select"
-    ]
-    assert used == []
+    attributes = ((file, node) for file in product() for node in file.nodes(ast.Attribute) if node.attr == "select")
+    used = (file.at(node) for file, node in attributes if ast.unparse(node) == "select.select")
+    refuse(used, "nothing waits by select.select")
