@@ -44,9 +44,10 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# No process and no session: for every edit.
+# No process and no session: for every edit. Tests that try many inputs try a fifth of those of `make test`. Bytecode is
+# kept, whatever the environment says: to compile all anew takes longer than most of the tests.
 unit: dev
-	$(BIN)/pytest -q tests/unit
+	PYTHONDONTWRITEBYTECODE= DISTTENSOR_TESTS_QUICK=1 $(BIN)/pytest -q tests/unit
 
 # The files in their order: sorted by numbers of tests, those with a few long ones come last, and are waited for.
 # Compiled before: with PYTHONDONTWRITEBYTECODE each program of a test would do it anew, and take twice the time.

@@ -10,7 +10,7 @@ from sources import agree, below, refuse
 PAGE = ROOT / "docs" / "ENVIRONMENT.md"
 VARIABLE = re.compile(r"\bDISTTENSOR_[A-Z_]+\b")
 #: Of the tests' own.
-TESTS = {"DISTTENSOR_FUZZ_EXAMPLES", "DISTTENSOR_FUZZ_SEEDS", "DISTTENSOR_TESTS_COLD"}
+TESTS = {"DISTTENSOR_FUZZ_EXAMPLES", "DISTTENSOR_FUZZ_SEEDS", "DISTTENSOR_TESTS_COLD", "DISTTENSOR_TESTS_QUICK"}
 
 
 def test_every_variable_is_named_and_no_other() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from checkout import ROOT
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
+from quick import inputs
 from wire_values import of_type
 
 from disttensor.runtime.protocol.bundle import VERSION
@@ -51,7 +52,7 @@ SEEDS = seeds()
 def fuzz(seed: int, examples: int, test: Callable[..., None], *strategies: st.SearchStrategy[Any]) -> None:
     """Calls ``test`` with so many examples (or as many as DISTTENSOR_FUZZ_EXAMPLES says), the same for a seed."""
     settings = hypothesis.settings(
-        max_examples=EXAMPLES or examples,
+        max_examples=EXAMPLES or inputs(examples),
         deadline=None,
         database=None,
         derandomize=False,

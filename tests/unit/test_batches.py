@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import inputs
 
 from disttensor.runtime.protocol.batches import describe, rebuild
 from disttensor.runtime.protocol.errors import ProtocolError
@@ -97,6 +98,7 @@ told = st.recursive(
 )
 
 
+@settings(max_examples=inputs(100), deadline=None)
 @given(st.lists(told, min_size=1, max_size=3))
 def test_whatever_a_node_says(each: list[Any]) -> None:
     with contextlib.suppress(ProtocolError, ValueError, TypeError):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import inputs
 from wire_values import i64, of_type
 
 from disttensor.runtime.master.history import TEXT, to_keep
@@ -19,7 +20,7 @@ from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.dtypes import DTYPES, IDS, NAMES
 from disttensor.runtime.protocol.errors import ProtocolError
 
-settings.register_profile("fast", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.register_profile("fast", max_examples=inputs(60), deadline=None, derandomize=True, database=None)
 settings.load_profile("fast")
 
 COMMANDS: dict[type, st.SearchStrategy[c.Command]] = {kind: of_type(kind) for kind in get_args(c.Command)}
@@ -27,7 +28,7 @@ REPLIES: dict[type, st.SearchStrategy[c.Reply]] = {kind: of_type(kind) for kind 
 
 
 @pytest.mark.parametrize("kind", COMMANDS, ids=lambda k: k.__name__)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=inputs(40), deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_commands_round_trip(kind: type, data: st.DataObject) -> None:
     batch = c.Batch(data.draw(i64), tuple(data.draw(st.lists(COMMANDS[kind], max_size=3))))
@@ -39,7 +40,7 @@ def test_commands_round_trip(kind: type, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", COMMANDS, ids=lambda k: k.__name__)
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=inputs(20), deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_commands_without_data_are_short_and_of_their_kind(kind: type, data: st.DataObject) -> None:
     command = data.draw(COMMANDS[kind])
@@ -58,7 +59,7 @@ def test_commands_without_data_are_short_and_of_their_kind(kind: type, data: st.
 
 
 @pytest.mark.parametrize("kind", REPLIES, ids=lambda k: k.__name__)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=inputs(40), deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_replies_round_trip(kind: type, data: st.DataObject) -> None:
     report = c.Report(data.draw(i64), tuple(data.draw(st.lists(REPLIES[kind], max_size=3))))
@@ -76,7 +77,7 @@ def test_numbers_keep_type_and_bits() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=inputs(300))
 def test_garbage(message: bytes) -> None:
     for decode in (codec.decode_batch, codec.decode_report):
         try:
@@ -88,7 +89,7 @@ def test_garbage(message: bytes) -> None:
 
 @pytest.mark.fault(35)
 @given(st.lists(st.one_of(*COMMANDS.values()), min_size=1, max_size=3), st.data())
-@settings(max_examples=150)
+@settings(max_examples=inputs(150))
 def test_damaged_messages(commands: list[c.Command], data: st.DataObject) -> None:
     """Cut, or with one byte changed: refused, or a batch of commands; never anything else."""
     message = bytearray(codec.encode(c.Batch(0, tuple(commands))))

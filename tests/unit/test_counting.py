@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import inputs
 
 from disttensor.errors import ProtocolError
 from disttensor.runtime.protocol import values
@@ -53,7 +54,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=inputs(60), deadline=None, database=None, derandomize=True)
 @given(TREES)
 def test_as_many_as_are_made(tree: Any) -> None:
     body = encode(tree)
@@ -63,7 +64,7 @@ def test_as_many_as_are_made(tree: Any) -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [[None] * 70_000, [[]] * 70_000, {i: {} for i in range(70_000)}, [1.5] * 3_000_000, ["x" * 40] * 100, "x" * 70_000],
+    [[None] * 70_000, [[]] * 70_000, {i: {} for i in range(70_000)}, [1.5] * 300_000, ["x" * 40] * 100, "x" * 70_000],
     ids=lambda tree: f"{type(tree).__name__}-{len(tree)}",
 )
 def test_long_ones(tree: Any) -> None:
@@ -71,7 +72,7 @@ def test_long_ones(tree: Any) -> None:
     assert counting.count(body) == made(body)
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=inputs(60), deadline=None, database=None, derandomize=True)
 @given(st.binary(max_size=200) | TREES.map(encode), st.integers(0, 1 << 30))
 def test_what_is_none_is_counted_up_to_there(data: bytes, at: int) -> None:
     """Cut anywhere, and with whatever comes instead: it ends, and what the decoder makes before it sees that is no
@@ -84,8 +85,10 @@ def test_what_is_none_is_counted_up_to_there(data: bytes, at: int) -> None:
 
 
 @pytest.mark.parametrize("byte", [b"\x90", b"\x80", b"\xc7\0\2", b"\xa2ab", b"\xc0"])
-def test_bytes_that_become_too_much_are_refused_before_it_is_made(byte: bytes) -> None:
-    """64 bytes of each of 1,048,577 lists would be made by bytes of a sixty-fourth of them."""
+def test_bytes_that_become_too_much_are_refused_before_it_is_made(byte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 bytes of each of so many lists would be made by bytes of a sixty-fourth of them."""
+    monkeypatch.setattr(form, "MAX_OBJECTS", form.MAX_OBJECTS >> 4)
+    monkeypatch.setattr(form, "MAX_CONTAINERS", form.MAX_CONTAINERS >> 4)
     n = (form.MAX_OBJECTS if byte in (b"\xa2ab", b"\xc0") else form.MAX_CONTAINERS) + 1
     data = bytes(4) + b"\xdd" + n.to_bytes(4, "big") + byte * n
     with pytest.raises(ProtocolError, match="it has more than"):

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +60,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def calls() -> Iterator[Any]:
     """Functions that call operators and modules, forward and backward."""
+    # torch's databases take seconds to import, also for the tests beside this one
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
     for op in op_db:
         if op.supports_dtype(torch.float32, "cpu"):
             for s in op.sample_inputs("cpu", torch.float32):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import inputs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +94,7 @@ def calls(draw: Any) -> tuple[list[torch.Tensor], torch.Tensor | None, dict[str,
     return operands, mask, options
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=inputs(300), deadline=None)
 @given(call=calls(), allowed=st.sampled_from([BACKENDS, BACKENDS, BACKENDS[:1], BACKENDS[1:]]), grad=st.booleans())
 @pytest.mark.filterwarnings("ignore")  # torch tells why no kernel fits
 def test_attention_is_what_local_torch_computes_it_with(call: Any, allowed: list[SDPBackend], grad: bool) -> None:

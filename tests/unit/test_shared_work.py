@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import inputs
 
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol import values
@@ -153,7 +154,7 @@ ACTS = st.sampled_from(
 STEPS = st.lists(st.tuples(ACTS, st.sampled_from([1, SCRIPT, 2]), st.integers(1, 2)), min_size=20, max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=inputs(150), deadline=None)
 @given(STEPS, st.integers(1, 3), st.sampled_from([0, 0, 2]), st.booleans(), st.sampled_from([2, 1000]))
 def test_each_item_is_done_or_given_up_once(
     steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool, share: int
