@@ -77,7 +77,7 @@ class Source:
         """The names of the functions and classes that a node stands in, the outermost first; decorators are inside."""
         named = self.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         holding = [each for each in named if each is not node and _first_line(each) <= node.lineno <= _last_line(each)]
-        return tuple(each.name for each in sorted(holding, key=_first_line))
+        return tuple(each.name for each in sorted(holding, key=lambda each: (_first_line(each), each.col_offset)))
 
     def at(self, node: ast.expr | ast.stmt | int) -> str:
         """Where a node or a line stands, as editors open it: "runtime/node/state.py:7"."""
@@ -94,7 +94,10 @@ def _last_line(node: Definition) -> int:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Has the garbage collector leave alone what is made within, for good: else it looks at a million nodes a time."""
+    """Has the garbage collector leave alone what is made within, for good: else it looks at a million nodes a time.
+
+    It leaves alone all else that is there, too: a test with a session, its own or its module's, asks for texts only.
+    """
     ran = gc.isenabled()
     gc.disable()
     try:
