@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from checkout import ROOT
+from sources import Source, below, refuse
 
 #: Attributes with threads that start later, and why nobody joins them before.
 LATER = {
@@ -17,11 +17,11 @@ LATER = {
 }
 
 
-def kept_too_early(source: str) -> Iterator[tuple[int, str]]:
+def kept_too_early(file: Source) -> Iterator[tuple[int, str]]:
     """Yields the line and the attribute of each thread that something holds before it has begun."""
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    if "Thread" not in file.text:
+        return
+    for function in file.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
         inside = list(ast.walk(function))
         started = {
             ast.unparse(node.func.value)
@@ -49,18 +49,11 @@ def _is_thread(value: ast.expr) -> bool:
 
 
 def test_a_thread_has_begun_before_others_see_it() -> None:
-    found, meant = [], set()
-    for path in sorted([*(ROOT / "disttensor").rglob("*.py"), *(ROOT / "runtime").rglob("*.py")]):
-        if (ROOT / "disttensor" / "runtime") in path.parents:
-            continue
-        name = path.relative_to(ROOT).as_posix()
-        for line, what in kept_too_early(path.read_text()):
-            if f"{name}:{what}" in LATER:
-                meant.add(f"{name}:{what}")
-            else:
-                found.append(f"{name}:{line}: {what}")
-    assert not found, "start it first, and assign it then"
-    assert meant == set(LATER)
+    early = [(file, line, what) for file in below("disttensor", "runtime") for line, what in kept_too_early(file)]
+    found = [f"{file.at(line)}: {what}" for file, line, what in early if f"{file.name}:{what}" not in LATER]
+    gone = LATER.keys() - {f"{file.name}:{what}" for file, _, what in early}
+    found += [f"{each} starts no later: take it from LATER" for each in sorted(gone)]
+    refuse(found, "a thread is started first, and assigned then")
 
 
 def test_what_the_scan_finds() -> None:
@@ -78,4 +71,4 @@ class A:
         own.start()
         self.own = own
 """
-    assert list(kept_too_early(early)) == [(6, "late"), (8, "seen"), (10, "Thread(target=f)")]
+    assert list(kept_too_early(Source("program.py", early))) == [(6, "late"), (8, "seen"), (10, "Thread(target=f)")]
