@@ -20,7 +20,7 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def bad_beginnings(file: Source) -> Iterator[str]:
-    """Of all modules, classes and functions of a file, nested ones too."""
+    """Yields the docstrings of a file that begin so: its own, and those of classes and functions, nested ones too."""
     for node in file.nodes(ast.Module, *DEFINITIONS):
         text = (ast.get_docstring(node, clean=False) or "").lstrip()
         if text.startswith(BEGINNINGS):
