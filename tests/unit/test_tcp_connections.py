@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from limits import HANG
+from quick import inputs
 
 from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Protection
 from disttensor.runtime.channel.tcp import dial, listener
@@ -279,7 +280,7 @@ class Crowd:
 
 def test_a_crowd_of_peers_at_a_listener_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the first collective of 200 nodes on a busy host: none is pushed out, or told that nobody answers."""
-    crowd = Crowd(monkeypatch, 200, connect=HANG, greet=HANG)
+    crowd = Crowd(monkeypatch, inputs(200), connect=HANG, greet=HANG)
     crowd.come()
     assert crowd.errors == []
 
