@@ -106,3 +106,9 @@ def looks_itself(file: Source) -> bool:
 def test_scans_take_files_from_here() -> None:
     """Else each of them reads and parses the whole tree again."""
     agree((file.name for file in below("tests") if looks_itself(file)), THEMSELVES, "scans ask tests/kit/sources.py")
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone, and tells that at the end of a whole run only."""
+    names = [file.path.name for file in below("tests") if file.path.name.startswith("test_")]
+    refuse(sorted({name for name in names if names.count(name) > 1}), "a file of tests has a name of its own")
