@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from textwrap import dedent
 
 from checkout import ROOT
@@ -16,8 +15,8 @@ TOOLS = ROOT / "tools" / "simcuda"
 
 
 @cache
-def library() -> Path:
-    """Returns the path of the runtime for the torch of this Python, which has to be a CUDA build."""
+def libraries() -> str:
+    """Returns what is preloaded for the torch of this Python, which has to be a CUDA build: the runtime, and NCCL."""
     built = subprocess.run(
         [sys.executable, str(TOOLS / "build.py"), "--python", sys.executable],
         capture_output=True,
@@ -25,7 +24,7 @@ def library() -> Path:
         timeout=HANG,
     )
     assert built.returncode == 0, built.stderr
-    return Path(built.stdout.strip())
+    return built.stdout.strip()
 
 
 def environment(kernels: bool, **settings: object) -> dict[str, str]:
@@ -36,7 +35,7 @@ def environment(kernels: bool, **settings: object) -> dict[str, str]:
         settings: ``devices=2`` is SIMCUDA_DEVICES.
     """
     said = {f"SIMCUDA_{name.upper()}": str(value) for name, value in settings.items()}
-    said["LD_PRELOAD"] = str(library())
+    said["LD_PRELOAD"] = libraries()
     paths = [str(ROOT), str(ROOT / "tests" / "kit")]
     if kernels:
         said["SIMCUDA_KERNELS"] = "1"

@@ -624,6 +624,13 @@ EXPORT int simcuda_fill(int device, void* to, uint64_t pattern, size_t size, voi
     char* target = inside(to);
     return say(enqueue(stream, [=] { fill(target, pattern, size); }, false));
 }
+// Where a task finds memory of a device or pinned memory; null if it may not use it.
+EXPORT char* simcuda_inside(const void* pointer, size_t size) {
+    Lock lock(world.mutex);
+    return (is_device(pointer) ? holding((uint64_t)pointer, size) != nullptr : is_pinned(pointer)) ? inside(pointer) : nullptr;
+}
+// Whether a task that waits for others has to give up.
+EXPORT int simcuda_over() { return world.sticky || world.closed; }
 EXPORT uint64_t simcuda_shift() { return SHIFT; }
 EXPORT uint64_t simcuda_tasks() { return world.tasks; }
 EXPORT uint64_t simcuda_allocations() { return world.allocations; }

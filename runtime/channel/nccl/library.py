@@ -7,6 +7,7 @@ returns, again and again, and can give up: ``abort``. Errors of NCCL's are Runti
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -56,6 +57,8 @@ class Communicator:
                 self._lib.ncclCommInitRankConfig,
                 ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), me, ctypes.byref(config),
             )  # fmt: skip
+        # With the object, unless it was ended before: NCCL holds a device's memory, threads and connections for each.
+        self._end = weakref.finalize(self, self._lib.ncclCommAbort, self._comm)
 
     @staticmethod
     def unique_id() -> bytes:
@@ -80,9 +83,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Ends the communicator, and operations under way in it."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
-        if comm:
-            self._lib.ncclCommAbort(comm)
+        self._end()
+        self._comm = ctypes.c_void_p()
 
     def all_reduce(self, source: torch.Tensor, target: torch.Tensor, op: str) -> None:
         self._on_stream(self._lib.ncclAllReduce, source, target, source, OPS[op])
