@@ -149,10 +149,6 @@ def graph_of(own: Rank, work: Callable[[], Any]) -> int:
     """Captures what is issued to the rank's stream, and returns the graph that can be launched."""
     call("cudaStreamBeginCapture", own.stream, 0)
     work()
-    return made("cudaGraphInstantiateWithFlags", made_of(own), 0)
-
-
-def made_of(own: Rank) -> int:
     graph = ctypes.c_size_t()
     call("cudaStreamEndCapture", own.stream, ctypes.byref(graph))
-    return graph.value
+    return made("cudaGraphInstantiateWithFlags", graph.value, 0)

@@ -665,11 +665,11 @@ SESSION = """
 import ctypes, os, signal
 from disttensor.collectives import ReduceOp
 N = len(dt.nodes())
-places = [dt.device(k, f"cuda:{k}") for k in range(N)]
+places = [torch.device(f"node:{k}") for k in range(N)]
 def local(shape=(1000,), dtype=torch.float32):
     return [(torch.randn(shape, generator=torch.Generator().manual_seed(k)) * 4).to(dtype) for k in range(N)]
 def up(values):
-    return [x.to(place) for x, place in zip(values, places)]
+    return [x.to(place) for x, place in zip(values, places)]  # as many as there are values
 def same(got, want):
     torch.testing.assert_close(got.cpu(), want)
 def communicators(nodes):
@@ -733,6 +733,136 @@ same(x[0], whole.sum(0) * (0.5 ** 5 * N ** 4))
 assert communicators(range(N)) == [1] * N
 """,
         backend="nccl",
+        visible="0,1",
         devices=2,
+        delay_ms=1,
+    )
+
+
+def test_a_communicator_ends_with_its_object():
+    """Or by ``abort``, which ends it once."""
+    run(
+        """
+import ctypes, torch
+from disttensor.runtime.channel.nccl.library import Communicator
+def alone():
+    comm = Communicator(torch.device("cuda:0"), 1, Communicator.unique_id(), 0)
+    while not comm.ready():
+        pass
+    return comm
+count = ctypes.CDLL(None).simcuda_communicators
+first, second = alone(), alone()
+assert count() == 2
+del first
+assert count() == 1
+second.abort()
+second.abort()
+assert count() == 0
+try:
+    second.ready()
+except RuntimeError as error:
+    assert "invalid argument" in str(error)
+else:
+    raise AssertionError
+"""
+    )
+
+
+SESSIONS = {
+    "meshes": """
+mesh = dt.mesh(dp=N)
+torch.manual_seed(0)
+plain = torch.nn.Linear(8, 1)
+import copy
+model = copy.deepcopy(plain).to(mesh.device)
+data, wanted = torch.randn(N * 4, 8), torch.randn(N * 4, 1)
+x, y = dt.shard(data, mesh, dp=0), dt.shard(wanted, mesh, dp=0)
+for net, a, b in ((model, x, y), (plain, data, wanted)):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = (net(a) - b).square().mean()
+        loss.backward()
+        if net is model:
+            for p in net.parameters():
+                dt.collectives.all_reduce_(p.grad, "avg", over="dp")
+        optimizer.step()
+for p, q in zip(model.parameters(), plain.parameters()):
+    same(p.detach(), q.detach())
+assert communicators(range(N)) == [1] * N
+# the same by a module that does it beside the backward pass
+torch.manual_seed(0)
+plain = torch.nn.Linear(8, 1)
+net = dt.DataParallel(copy.deepcopy(plain).to(mesh.device))
+(net(x) - y).square().mean().backward()
+(plain(data) - wanted).square().mean().backward()
+for p, q in zip(net.parameters(), plain.parameters()):
+    same(p.grad, q.grad)
+""",
+    "a node that is killed in the middle": """
+xs = up(local())
+dt.all_reduce(xs, algorithm="native")
+dt.all_reduce(ys := up(local()[:2]), algorithm="native")
+same(ys[0], sum(local()[:2]))
+dt.synchronize()
+assert communicators(range(N)) == [2, 2, 1]
+pid = dt.nodes()[2].pid
+os.kill(pid, signal.SIGSTOP)  # what is issued now waits for it
+dt.all_reduce(xs, algorithm="native")
+later = xs[1] * 2
+os.kill(pid, signal.SIGKILL)
+for x in (xs[0], xs[1], later):
+    try:
+        x.sum().item()
+    except dt.NodeLost as lost:
+        assert lost.rank == 2, lost
+    else:
+        raise AssertionError("it has been reduced")
+dt.all_reduce(ys := up(local()[:2]), "AVG", algorithm="native")
+same(ys[1], sum(local()[:2]) / 2)
+assert communicators([0, 1]) == [1, 1], "the broken one has ended"
+""",
+    "functions as ranks": """
+def ranks(x):
+    import torch.distributed as dist
+    y = x.clone()
+    dist.all_reduce(y)
+    work = dist.all_reduce(z := x + 1, async_op=True)
+    work.wait()
+    return dist.get_backend(), y, z, x.device.type
+for _ in range(2):
+    told = dt.run(ranks, dt.tasks.Each(up(local())), nodes=range(N))
+    for backend, y, z, kind in told:
+        assert "nccl" in backend and kind == "cuda", (backend, kind)
+        same(y, torch.stack(local()).sum(0))
+        same(z, torch.stack(local()).sum(0) + N)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SESSIONS)
+def test_sessions(name):
+    run_session(SESSION + SESSIONS[name], nodes=3, backend="nccl", visible="0,1,2", devices=3, delay_ms=1)
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_device_are_told():
+    run_session(
+        SESSION
+        + """
+xs = up(local())
+dt.all_reduce(xs, algorithm="native")
+for x in xs:
+    try:
+        x.cpu()
+    except dt.errors.RemoteError as error:
+        assert "Duplicate GPU detected" in str(error), error
+    else:
+        raise AssertionError
+dt.all_reduce(ys := up(local()), algorithm="ring")
+same(ys[0], sum(local()))
+""",
+        backend="nccl",
         delay_ms=1,
     )

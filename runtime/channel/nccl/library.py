@@ -59,6 +59,7 @@ class Communicator:
             )  # fmt: skip
         # With the object, unless it was ended before: NCCL holds a device's memory, threads and connections for each.
         self._end = weakref.finalize(self, self._lib.ncclCommAbort, self._comm)
+        self._end.atexit = False  # a fork's end must not end its parent's
 
     @staticmethod
     def unique_id() -> bytes:
@@ -122,5 +123,7 @@ class Communicator:
 
     def _check(self, code: int) -> None:
         if code not in (_SUCCESS, _IN_PROGRESS):
-            self._lib.ncclGetErrorString.restype = ctypes.c_char_p
-            raise RuntimeError(f"NCCL: {self._lib.ncclGetErrorString(code).decode()}")
+            self._lib.ncclGetErrorString.restype = self._lib.ncclGetLastError.restype = ctypes.c_char_p
+            text = self._lib.ncclGetErrorString(code).decode()
+            last = (self._lib.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+            raise RuntimeError(f"NCCL: {text}{last and ': '}{last}")
