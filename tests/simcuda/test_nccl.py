@@ -758,13 +758,59 @@ assert count() == 1
 second.abort()
 second.abort()
 assert count() == 0
-try:
-    second.ready()
-except RuntimeError as error:
-    assert "invalid argument" in str(error)
-else:
-    raise AssertionError
+x = torch.empty(4, device="cuda:0")
+for call in (second.ready, lambda: second.exchange([(x, 0)], [(x, 0)])):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "invalid argument" in str(error)
+    else:
+        raise AssertionError
+third = alone()  # not within the group that the exchange began
+assert count() == 1
 """
+    )
+
+
+@pytest.mark.slow
+def test_memory_of_a_call_that_is_under_way_is_not_used_for_anything_else():
+    """Calls return before the stream has their work, and what they were given may be a tensor that nobody else has."""
+    run(
+        """
+import threading, torch
+from functools import partial
+from disttensor.runtime.channel.nccl.channel import NcclGroup
+from disttensor.runtime.channel.nccl.library import Communicator
+N, COUNT = 2, 1000
+class Busy(Communicator):
+    # others use what the allocator has, while the call is under way
+    def ready(self):
+        if done := super().ready():
+            return done
+        self.others = [torch.full((n * COUNT,), 7.0, device=self.device) for n in (1, 2, 1, 2, 1, 1)]
+id, wrong = Communicator.unique_id(), []
+def rank(me):
+    place = torch.device("cuda", me)
+    torch.cuda.set_device(me)
+    group = NcclGroup(partial(Busy, size=N, id=id, me=me), lambda: None)
+    def block(source, target):
+        return torch.arange(COUNT) + 1000.0 * source + 10.0 * target
+    for _ in range(3):
+        mine = [block(me, r).to(place) for r in range(N)]
+        outs = [torch.empty(COUNT, device=place) for _ in range(N)]
+        group.run("reduce_scatter", mine, outs[:1], "SUM", 0)
+        wants = [sum(block(r, me) for r in range(N))]
+        if not torch.equal(outs[0].cpu(), wants[0]):
+            wrong.append("reduce_scatter")
+        group.run("all_to_all", mine, outs, "SUM", 0)
+        if not torch.equal(torch.stack(outs).cpu(), torch.stack([block(r, me) for r in range(N)])):
+            wrong.append("all_to_all")
+threads = [threading.Thread(target=rank, args=(me,)) for me in range(N)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not wrong, wrong
+""",
+        kernels=True,
+        devices=2,
     )
 
 

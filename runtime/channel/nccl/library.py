@@ -51,6 +51,9 @@ class Communicator:
         self.device, self.size, self.me = device, size, me
         self._lib = load()
         self._comm = ctypes.c_void_p()
+        # The tensors of calls that NCCL has not accepted yet: their memory must not be used for anything else before
+        # the stream has the work, and the caller may let go of them at once.
+        self._given: list[torch.Tensor] = []
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
         with torch.cuda.device(device):
             self._call(
@@ -74,7 +77,10 @@ class Communicator:
         state = ctypes.c_int()
         self._call(self._lib.ncclCommGetAsyncError, self._comm, ctypes.byref(state))
         self._check(state.value)
-        return state.value == _SUCCESS
+        if state.value == _IN_PROGRESS:
+            return False
+        self._given.clear()
+        return True
 
     def mark(self) -> Callable[[], bool]:
         """Returns a function that says whether the device has done all work that it was given until now."""
@@ -105,13 +111,18 @@ class Communicator:
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Does many sends and receives, each with a rank, as one operation."""
         self._call(self._lib.ncclGroupStart)
-        for call, tensors in ((self._lib.ncclSend, sends), (self._lib.ncclRecv, receives)):
-            for tensor, rank in tensors:
-                where = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), DTYPES[tensor.dtype]
-                self._call(call, *where, rank, self._comm, self._stream())
-        self._call(self._lib.ncclGroupEnd)
+        try:
+            for call, tensors in ((self._lib.ncclSend, sends), (self._lib.ncclRecv, receives)):
+                for tensor, rank in tensors:
+                    self._given.append(tensor)
+                    where = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), DTYPES[tensor.dtype]
+                    self._call(call, *where, rank, self._comm, self._stream())
+        finally:  # or whatever this thread asks of NCCL next would wait for the end of this group
+            ended = self._lib.ncclGroupEnd()
+        self._check(ended)
 
     def _on_stream(self, call: Any, source: torch.Tensor, target: torch.Tensor, like: torch.Tensor, *rest: int) -> None:
+        self._given += (source, target)
         where = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
         self._call(call, *where, ctypes.c_size_t(like.numel()), DTYPES[like.dtype], *rest, self._comm, self._stream())
 
