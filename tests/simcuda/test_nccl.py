@@ -18,7 +18,6 @@ def test_every_operation_of_every_type_and_operator():
         BEGIN
         + """
 N, COUNT = 3, 5
-BITS = np.random.default_rng(0)
 
 def numbers(dtype, me, count=COUNT):
     values = np.random.default_rng(me).integers(-3, 4, count)
@@ -276,8 +275,8 @@ print(last_error())
         ('own.do("AllReduce", at, at, 4, 7 if own.me else 6, SUM)', "all_reduce of 4 float16, operator 0"),
         ('own.do("AllReduce", at, at, 4, 7, own.me)', "all_reduce of 4 float32, operator 1"),
         (
-            'own.do("Broadcast", at, at, 4, 7, own.me)\n    own.do("AllReduce", at, at, 4, 7, 0)',
-            "broadcast of 4 float32, root ",
+            'own.do("AllReduce", at, at, 4, 7, SUM) if own.me else own.do("AllGather", at, malloc(64), 4, 7)',
+            "all_gather of 4 float32",
         ),
         ('own.do("Send", at, 5, 7, 1) if not own.me else own.do("Recv", at, 4, 7, 0)', "send of 5 float32"),
     ):
@@ -778,38 +777,32 @@ def test_memory_of_a_call_that_is_under_way_is_not_used_for_anything_else():
     run(
         """
 import threading, torch
-from functools import partial
-from disttensor.runtime.channel.nccl.channel import NcclGroup
 from disttensor.runtime.channel.nccl.library import Communicator
-N, COUNT = 2, 1000
-class Busy(Communicator):
-    # others use what the allocator has, while the call is under way
-    def ready(self):
-        if done := super().ready():
-            return done
-        self.others = [torch.full((n * COUNT,), 7.0, device=self.device) for n in (1, 2, 1, 2, 1, 1)]
-id, wrong = Communicator.unique_id(), []
+COUNT = 1000
+id, wrong, pause = Communicator.unique_id(), [], threading.Event()
+def until(done, meanwhile=lambda: pause.wait(0.0005)):
+    while not done():
+        meanwhile()
 def rank(me):
     place = torch.device("cuda", me)
     torch.cuda.set_device(me)
-    group = NcclGroup(partial(Busy, size=N, id=id, me=me), lambda: None)
-    def block(source, target):
-        return torch.arange(COUNT) + 1000.0 * source + 10.0 * target
-    for _ in range(3):
-        mine = [block(me, r).to(place) for r in range(N)]
-        outs = [torch.empty(COUNT, device=place) for _ in range(N)]
-        group.run("reduce_scatter", mine, outs[:1], "SUM", 0)
-        wants = [sum(block(r, me) for r in range(N))]
-        if not torch.equal(outs[0].cpu(), wants[0]):
-            wrong.append("reduce_scatter")
-        group.run("all_to_all", mine, outs, "SUM", 0)
-        if not torch.equal(torch.stack(outs).cpu(), torch.stack([block(r, me) for r in range(N)])):
-            wrong.append("all_to_all")
-threads = [threading.Thread(target=rank, args=(me,)) for me in range(N)]
+    comm = Communicator(place, 2, id, me)
+    until(comm.ready)
+    x, out, other = torch.full((COUNT,), me + 1.0).to(place), torch.empty(COUNT, device=place), torch.full((COUNT,), 7.0)
+    for want, call in (
+        (3.0, lambda: comm.all_reduce(x.clone(), out, "SUM")),
+        (2.0 - me, lambda: comm.exchange([(x.clone(), 1 - me)], [(out, 1 - me)])),
+    ):
+        call()
+        others = []  # use what the allocator has, while the call is under way
+        until(comm.ready, lambda: len(others) < 4 and others.append(other.to(place)))
+        until(comm.mark())
+        if not torch.equal(out.cpu(), torch.full((COUNT,), want)):
+            wrong.append((me, want, out[:1].cpu()))
+threads = [threading.Thread(target=rank, args=(me,)) for me in range(2)]
 [t.start() for t in threads]; [t.join() for t in threads]
 assert not wrong, wrong
 """,
-        kernels=True,
         devices=2,
     )
 
