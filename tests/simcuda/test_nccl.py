@@ -788,7 +788,8 @@ def rank(me):
     torch.cuda.set_device(me)
     comm = Communicator(place, 2, id, me)
     until(comm.ready)
-    x, out, other = torch.full((COUNT,), me + 1.0).to(place), torch.empty(COUNT, device=place), torch.full((COUNT,), 7.0)
+    x, out = torch.full((COUNT,), me + 1.0).to(place), torch.empty(COUNT, device=place)
+    other = torch.full((COUNT,), 7.0)
     for want, call in (
         (3.0, lambda: comm.all_reduce(x.clone(), out, "SUM")),
         (2.0 - me, lambda: comm.exchange([(x.clone(), 1 - me)], [(out, 1 - me)])),
