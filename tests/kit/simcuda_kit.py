@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from textwrap import dedent
 
 from checkout import ROOT
@@ -16,8 +15,8 @@ TOOLS = ROOT / "tools" / "simcuda"
 
 
 @cache
-def library() -> Path:
-    """Returns the path of the runtime for the torch of this Python, which has to be a CUDA build."""
+def libraries() -> str:
+    """Returns what is preloaded for the torch of this Python, which has to be a CUDA build: the runtime, and NCCL."""
     built = subprocess.run(
         [sys.executable, str(TOOLS / "build.py"), "--python", sys.executable],
         capture_output=True,
@@ -25,7 +24,7 @@ def library() -> Path:
         timeout=HANG,
     )
     assert built.returncode == 0, built.stderr
-    return Path(built.stdout.strip())
+    return built.stdout.strip()
 
 
 def environment(kernels: bool, **settings: object) -> dict[str, str]:
@@ -36,7 +35,7 @@ def environment(kernels: bool, **settings: object) -> dict[str, str]:
         settings: ``devices=2`` is SIMCUDA_DEVICES.
     """
     said = {f"SIMCUDA_{name.upper()}": str(value) for name, value in settings.items()}
-    said["LD_PRELOAD"] = str(library())
+    said["LD_PRELOAD"] = libraries()
     paths = [str(ROOT), str(ROOT / "tests" / "kit")]
     if kernels:
         said["SIMCUDA_KERNELS"] = "1"
@@ -85,10 +84,18 @@ assert not torch.cuda.is_available()
 """
 
 
-def run_session(program: str, nodes: int = 2, backend: str = "shm", **settings: object) -> str:
+def run_session(
+    program: str, nodes: int = 2, backend: str = "shm", visible: str | None = None, **settings: object
+) -> str:
     """Runs a script whose nodes have simulated devices, and which has none itself, and returns what it prints."""
     env = environment(True, **settings) | {"OMP_NUM_THREADS": "1"}
-    source = _BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n"
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    return run_script(_BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n")
+
+
+def run_script(source: str) -> str:
+    """Runs a script that has no devices itself, and returns what it prints. AssertionError where it fails."""
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])}
     done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"

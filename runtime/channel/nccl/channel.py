@@ -4,7 +4,7 @@ Every node needs a GPU of its own for that; the master, which has no rank in NCC
 told over the authenticated connections; NCCL's own neither authenticate nor encrypt, so that between hosts it belongs
 on a trusted network. Collectives are waited for on the node: a waiting thread sees when a peer is lost, and gives up.
 
-It has been tested with a stand-in for the library only.
+It has been tested with stand-ins for the library only (tools/simcuda/nccl is the one that is like it).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ returns, again and again, and can give up: ``abort``. Errors of NCCL's are Runti
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -50,12 +51,18 @@ class Communicator:
         self.device, self.size, self.me = device, size, me
         self._lib = load()
         self._comm = ctypes.c_void_p()
+        # The tensors of calls that NCCL has not accepted yet: their memory must not be used for anything else before
+        # the stream has the work, and the caller may let go of them at once.
+        self._given: list[torch.Tensor] = []
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
         with torch.cuda.device(device):
             self._call(
                 self._lib.ncclCommInitRankConfig,
                 ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), me, ctypes.byref(config),
             )  # fmt: skip
+        # With the object, unless it was ended before: NCCL holds a device's memory, threads and connections for each.
+        self._end = weakref.finalize(self, self._lib.ncclCommAbort, self._comm)
+        self._end.atexit = False  # a fork's end must not end its parent's
 
     @staticmethod
     def unique_id() -> bytes:
@@ -70,7 +77,10 @@ class Communicator:
         state = ctypes.c_int()
         self._call(self._lib.ncclCommGetAsyncError, self._comm, ctypes.byref(state))
         self._check(state.value)
-        return state.value == _SUCCESS
+        if state.value == _IN_PROGRESS:
+            return False
+        self._given.clear()
+        return True
 
     def mark(self) -> Callable[[], bool]:
         """Returns a function that says whether the device has done all work that it was given until now."""
@@ -80,9 +90,8 @@ class Communicator:
 
     def abort(self) -> None:
         """Ends the communicator, and operations under way in it."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
-        if comm:
-            self._lib.ncclCommAbort(comm)
+        self._end()
+        self._comm = ctypes.c_void_p()
 
     def all_reduce(self, source: torch.Tensor, target: torch.Tensor, op: str) -> None:
         self._on_stream(self._lib.ncclAllReduce, source, target, source, OPS[op])
@@ -102,13 +111,18 @@ class Communicator:
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Does many sends and receives, each with a rank, as one operation."""
         self._call(self._lib.ncclGroupStart)
-        for call, tensors in ((self._lib.ncclSend, sends), (self._lib.ncclRecv, receives)):
-            for tensor, rank in tensors:
-                where = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), DTYPES[tensor.dtype]
-                self._call(call, *where, rank, self._comm, self._stream())
-        self._call(self._lib.ncclGroupEnd)
+        try:
+            for call, tensors in ((self._lib.ncclSend, sends), (self._lib.ncclRecv, receives)):
+                for tensor, rank in tensors:
+                    self._given.append(tensor)
+                    where = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), DTYPES[tensor.dtype]
+                    self._call(call, *where, rank, self._comm, self._stream())
+        finally:  # or whatever this thread asks of NCCL next would wait for the end of this group
+            ended = self._lib.ncclGroupEnd()
+        self._check(ended)
 
     def _on_stream(self, call: Any, source: torch.Tensor, target: torch.Tensor, like: torch.Tensor, *rest: int) -> None:
+        self._given += (source, target)
         where = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
         self._call(call, *where, ctypes.c_size_t(like.numel()), DTYPES[like.dtype], *rest, self._comm, self._stream())
 
@@ -120,5 +134,7 @@ class Communicator:
 
     def _check(self, code: int) -> None:
         if code not in (_SUCCESS, _IN_PROGRESS):
-            self._lib.ncclGetErrorString.restype = ctypes.c_char_p
-            raise RuntimeError(f"NCCL: {self._lib.ncclGetErrorString(code).decode()}")
+            self._lib.ncclGetErrorString.restype = self._lib.ncclGetLastError.restype = ctypes.c_char_p
+            text = self._lib.ncclGetErrorString(code).decode()
+            last = (self._lib.ncclGetLastError(None) or b"").decode(errors="replace").strip()
+            raise RuntimeError(f"NCCL: {text}{last and ': '}{last}")
