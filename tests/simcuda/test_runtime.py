@@ -158,6 +158,23 @@ def test_visible_devices_are_in_their_order():
     assert run(program, visible="2,0", devices=3) == "0000:03:00.0\n"
 
 
+def test_visible_devices_are_those_of_the_first_call():
+    """A fork of a process that has called nothing yet has its own, as the nodes of a host do."""
+    forked = """
+import os
+for device in ("2", "0,1"):
+    if not os.fork():
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+        n, b = ctypes.c_int(), ctypes.create_string_buffer(32)
+        call("cudaGetDeviceCount", ctypes.byref(n))
+        call("cudaDeviceGetPCIBusId", b, 32, 0)
+        print(n.value, b.value.decode(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+    assert run(BEGIN + forked, visible="1", devices=3) == "1 0000:03:00.0\n2 0000:01:00.0\n"
+
+
 def test_memory_is_what_was_chosen():
     run(
         BEGIN

@@ -172,7 +172,7 @@ struct World {
     std::vector<std::shared_ptr<Capture>> captures;
     uint64_t made = 0, captured = 0;
     std::atomic<int> sticky{0}, running{0};
-    std::atomic<bool> closed{false}, begun{false}, forked{false};
+    std::atomic<bool> closed{false}, begun{false}, forked{false}, looked{false};
     std::atomic<uint64_t> tasks{0}, allocations{0};
 };
 World& world = *new World;
@@ -271,6 +271,17 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 
 void child_of_fork() {
     if (world.begun) world.forked = true;  // as CUDA: a fork of a process that has used it can't
+    else world.looked = false;             // nodes are forks, each of which gets devices of its own
+}
+
+// At the first call, as CUDA does, and not when the library is loaded.
+void look() {
+    static std::mutex& mutex = *new std::mutex;
+    Lock lock(mutex);
+    if (world.looked) return;
+    world.settings.visible.clear();
+    see();
+    world.looked = true;
 }
 
 bool begin() {
@@ -283,7 +294,6 @@ bool begin() {
     s.peers = number("SIMCUDA_PEERS", 1);
     s.fail_allocation = number("SIMCUDA_FAIL_ALLOCATION", 0);
     s.fail_task = number("SIMCUDA_FAIL_TASK", 0);
-    see();
     for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
         world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
     struct sigaction action = {};
@@ -442,6 +452,7 @@ int say(int error) {
     do {                                                              \
         if (world.forked) return say(NOT_INITIALIZED);                \
         if (world.sticky) return say(world.sticky);                   \
+        if (!world.looked) look();                                    \
         if (world.settings.visible.empty()) return say(NO_DEVICE);    \
     } while (0)
 
@@ -670,8 +681,9 @@ EXPORT const char* cudaGetErrorString(int error) {
 EXPORT int cudaRuntimeGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaGetDeviceCount(int* count) {
-    *count = (int)world.settings.visible.size();
+    *count = 0;
     READY();
+    *count = (int)world.settings.visible.size();
     return SUCCESS;
 }
 EXPORT int cudaGetDevice(int* device) { READY(); *device = current; return SUCCESS; }
