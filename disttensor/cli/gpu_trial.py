@@ -43,6 +43,7 @@ TOLERANCES = {
     "softmax": 1e-5,
 }
 
+_NONE = "torch sees no GPU, so none was tried"
 _REPORT = "send this, with the rows above, in a bug report"
 _DRIVER = "`nvidia-smi` has to show the GPU, and `dmesg | grep NVRM` no error of it: mend these first, else " + _REPORT
 
@@ -55,6 +56,14 @@ class Nothing(Exception):
         self.found, self.do = found, do
 
 
+class Over(Exception):
+    """A machine on which nothing more can be tried."""
+
+    def __init__(self, why: str, do: str = "") -> None:
+        super().__init__(why)
+        self.do = do
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the rows of the steps after ``--after``, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m disttensor.cli.gpu_trial", description="Try this machine's GPUs.")
@@ -65,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cuda()
     for step, tries in STEPS[names.index(after) + 1 if after else 0 :]:
         print(BEGINS + json.dumps(step._asdict()), flush=True)
-        row = outcome(step, tries)
+        row, over = outcome(step, tries)
         print(MARK + json.dumps(row._asdict()), flush=True)
         if row.state == WRONG:
             # not by way of the session's end and CUDA's: either may hang, and nodes end with this process
-            os._exit(0 if step.name == "GPUs" or step.name == names[-1] else AGAIN)
+            os._exit(0 if over or step.name == names[-1] else AGAIN)
     if "disttensor.startup.start" in sys.modules:
         from ..startup.start import shutdown
 
@@ -77,46 +86,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def outcome(step: Step, tries: Callable[[], str]) -> Row:
-    """Returns the row of a step."""
+def outcome(step: Step, tries: Callable[[], str]) -> tuple[Row, bool]:
+    """Returns the row of a step, and whether nothing more can be tried."""
     try:
-        return Row(step.name, OK, tries())
+        return Row(step.name, OK, tries()), False
     except Nothing as e:
-        return Row(step.name, NONE, e.found, e.do)
-    except Absent as e:
-        return Row(step.name, WRONG, str(e), e.do)
+        return Row(step.name, NONE, e.found, e.do), False
+    except Over as e:
+        return Row(step.name, WRONG, str(e), e.do or step.do), True
     except Exception as e:
-        return Row(step.name, WRONG, f"{type(e).__name__}: {e}".splitlines()[0], step.do)
+        return Row(step.name, WRONG, f"{type(e).__name__}: {e}".splitlines()[0], step.do), False
 
 
 # ---- torch.cuda alone ------------------------------------------------------------------------------------------------
 
 
-class Absent(Exception):
-    """A machine without a GPU that torch can use."""
-
-    def __init__(self, why: str, do: str) -> None:
-        super().__init__(f"torch sees no GPU, so none was tried: {why}")
-        self.do = do
-
-
 @functools.cache
 def cuda() -> Any:
-    """Returns torch, with numbers of as many bits as their dtypes have. Raises Absent where it sees no GPU."""
+    """Returns torch, with numbers of as many bits as their dtypes have. Raises Over where it sees no GPU."""
     import torch
 
     if torch.version.cuda is None:
-        why = f"this torch ({torch.__version__}) is built without CUDA"
+        why = f"{_NONE}: this torch ({torch.__version__}) is built without CUDA"
         if not this_host().gpus:
             why += ", and no driver names a GPU here"
-        raise Absent(why, "on a machine with a GPU install a build for CUDA: https://pytorch.org/get-started")
+        raise Over(why, "on a machine with a GPU install a build for CUDA: https://pytorch.org/get-started")
     if os.environ.get(VISIBLE) is not None and not this_host().gpus:
-        raise Absent(f"{VISIBLE} names none", f"unset {VISIBLE}, or name GPUs by numbers or UUIDs (`nvidia-smi -L`)")
+        raise Over(
+            f"{_NONE}: {VISIBLE} names none", f"unset {VISIBLE}, or name GPUs by numbers or UUIDs (`nvidia-smi -L`)"
+        )
     try:
         torch.cuda.init()
     except Exception as e:
-        raise Absent(
-            str(e).splitlines()[0],
+        raise Over(
+            f"{_NONE}: {str(e).splitlines()[0]}",
             "`nvidia-smi` has to list the GPUs: install NVIDIA's driver, anew or newer; docker wants --gpus all",
         ) from e
     torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -307,7 +310,10 @@ def session() -> Session:
 
     begun = time.monotonic()
     nodes = max(2, min(count, _NODES))
-    dt.init_master_worker(nodes=nodes, launcher="local", threads=1, timeout=90)
+    try:
+        dt.init_master_worker(nodes=nodes, launcher="local", threads=1, timeout=90)
+    except Exception as e:
+        raise Over(f"{nodes} nodes did not start, and what needs them was not tried: {e}".splitlines()[0]) from e
     return Session(dt, [dt.device(k, "cuda:0") for k in range(nodes)], time.monotonic() - begun)
 
 

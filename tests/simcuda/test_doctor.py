@@ -13,7 +13,7 @@ from disttensor.cli.doctor import NONE, OK, WRONG, Row
 
 pytestmark = [pytest.mark.simcuda, pytest.mark.cold]
 
-DOCTOR = "import sys\nfrom disttensor.doctor import main\nsys.exit(main(['--gpu', '--json']))"
+DOCTOR = "import sys\nfrom disttensor.doctor import main\nsys.exit(main(['--gpu', '--json', '--patience', '20']))"
 
 
 def rows(count: int) -> dict[str, Row]:
@@ -86,7 +86,7 @@ finds(g.peers, "what comes to cuda:1 is not what cuda:0 has sent", torch.Tensor,
 @pytest.mark.slow
 def test_devices_that_refuse_each_other():
     out = run(
-        "from disttensor.cli import gpu_trial as g\nprint(g.outcome(*g.STEPS[4]))", True, "0,1", devices=2, peers=0
+        "from disttensor.cli import gpu_trial as g\nprint(g.outcome(*g.STEPS[4])[0])", True, "0,1", devices=2, peers=0
     )
     assert f"state='{NONE}'" in out
     assert "cuda:0 and cuda:1, cuda:1 and cuda:0 have no access to each other" in out
