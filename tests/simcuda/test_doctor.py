@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.simcuda, pytest.mark.cold]
 
 DOCTOR = "import sys\nfrom disttensor.doctor import main\nsys.exit(main(['--gpu', '--json', '--patience', '20']))"
 
-
 #: The rows of what tools/simcuda lacks.
 NOT_SIMULATED = set() if (TOOLS / "nccl").is_dir() else {"NCCL of one", "NCCL of nodes"}
 
@@ -51,6 +50,7 @@ def test_one_device():
     assert found["nodes"].found.startswith("2 nodes on 1 GPU started")
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_found():
     """Each of torch.cuda's rows, with a torch that is broken in its place."""
     run(
