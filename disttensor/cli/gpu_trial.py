@@ -122,8 +122,8 @@ def cuda() -> Any:
             f"{_NONE}: {str(e).splitlines()[0]}",
             "`nvidia-smi` has to list the GPUs: install NVIDIA's driver, anew or newer; docker wants --gpus all",
         ) from e
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "ieee"
     return torch
 
 
