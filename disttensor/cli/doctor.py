@@ -1,8 +1,8 @@
 """``python -m disttensor.doctor``: what a machine has for disttensor, whether it works, and what to do if it does not.
 
-Each check is a row. What needs torch, nodes or data channels is tried by another process (self_test.py), which may
-crash or hang without an end of this one. Nothing is secret in what is printed: of the environment names only, no
-address, no user, no path at home.
+Each check is a row. What needs torch, nodes or data channels is tried by another process (self_test.py, gpu_trial.py),
+which may crash or hang without an end of this one. Nothing is secret in what is printed: of the environment names only,
+no address, no user, no path at home.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ OK, NONE, WRONG = "ok", "-", "WRONG"
 
 #: Seconds for the process that tries nodes and channels. It takes two; the first import of torch may take a minute.
 PATIENCE = 120.0
-#: How each of its rows begins.
-MARK = "disttensor-row "
+#: Seconds for the end of a process that was killed: one that waits in a driver does not end.
+_KILLED = 30.0
+#: How each of its rows begins, and the line by which it says what it does next.
+MARK, BEGINS = "disttensor-row ", "disttensor-begins "
+#: The exit code of one that wants to be started again, for what comes after its last row.
+AGAIN = 75
 
 MIB, GIB = 1 << 20, 1 << 30
 #: Below these a machine is short of something: nodes on a host, bytes of memory and of /dev/shm, processes, ports.
@@ -58,6 +62,15 @@ class Row(NamedTuple):
     do: str = ""
 
 
+class Step(NamedTuple):
+    """The check that another process has begun: the row's name, its limit in seconds, and what to do where it crashes
+    or hangs."""
+
+    name: str
+    limit: float
+    do: str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a row for each check, and returns 0 if all is well, else 1."""
     parser = argparse.ArgumentParser(
@@ -65,9 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Look at this machine, start two nodes on it, and say what to do about what is not well.",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, for a bug report or a script")
+    parser.add_argument("--gpu", action="store_true", help="try this machine's GPUs instead, which takes minutes")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="N", help="wait N times as long before something is said to hang"
+    )
     options = parser.parse_args(argv)
     rows: list[Row] = []
-    for row in checks():
+    for row in (checks_of_gpus if options.gpu else checks)(options.patience):
         rows.append(Row(*map(without_names, row)))
         if not options.json:
             put_out(shown(rows[-1]))
@@ -99,8 +116,8 @@ def without_names(text: str) -> str:
     return re.sub(r"/(home|Users)/[^/\s'\":]+", r"/\1/USER", text)
 
 
-def checks() -> Iterator[Row]:
-    """Yields a row for each check, as it is done."""
+def checks(patience: float = 1.0) -> Iterator[Row]:
+    """Yields a row for each check, as it is done. ``patience``: how many times as long as usual something may take."""
     yield of_versions(versions())
     yield memory()
     yield from limits()
@@ -110,9 +127,15 @@ def checks() -> Iterator[Row]:
     yield ssh()
     yield ports()
     yield clock()
-    names = sorted(name for name in os.environ if _HEEDED.fullmatch(name))
-    yield Row("environment", OK, f"set: {', '.join(names)}" if names else "nothing that changes what disttensor does")
-    yield from tried([sys.executable, "-m", "disttensor.cli.self_test"], PATIENCE)
+    yield environment()
+    yield from tried([sys.executable, "-m", "disttensor.cli.self_test"], PATIENCE, patience)
+
+
+def checks_of_gpus(patience: float = 1.0) -> Iterator[Row]:
+    """Yields a row for each check of the GPUs, as it is done."""
+    yield of_versions(versions())
+    yield environment()
+    yield from tried([sys.executable, "-m", "disttensor.cli.gpu_trial"], PATIENCE, patience)
 
 
 def of_versions(found: dict[str, str]) -> Row:
@@ -121,6 +144,12 @@ def of_versions(found: dict[str, str]) -> Row:
     text = ", ".join(f"{name} {version}" for name, version in found.items() if name != "system")
     do = f"pip install {' '.join(missing)}" if missing else ""
     return Row("versions", WRONG if missing else OK, f"{text}; {found.get('system', '')}", do)
+
+
+def environment() -> Row:
+    """Returns the row of the variables that are set."""
+    names = sorted(name for name in os.environ if _HEEDED.fullmatch(name))
+    return Row("environment", OK, f"set: {', '.join(names)}" if names else "nothing that changes what disttensor does")
 
 
 def size(count: int) -> str:
@@ -301,39 +330,96 @@ def of_clock(kept: bool | None, source: str, now: float) -> Row:
     return Row("clock", OK if kept else NONE, text, do)
 
 
-def tried(command: Sequence[str], patience: float) -> Iterator[Row]:
-    """Yields the rows of a program that prints them, and one more where it does not come to its end."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
-    deadline = time.monotonic() + patience
-    said, errors = b"", b""
-    with process, selectors.DefaultSelector() as selector:
+def tried(command: Sequence[str], patience: float, times: float = 1.0) -> Iterator[Row]:
+    """Yields the rows of a program that prints them, and one more where it crashes, or does not come to its end.
+
+    One that says what it begins has a limit for each of these steps instead of ``patience`` for all (``times`` all of
+    these numbers). It is started again where a step goes wrong, with ``--after NAME``, for the steps after that.
+    """
+    words = list(command)
+    while True:
+        trial = _Trial(words, patience, times)
+        yield from trial.rows()
+        if not trial.again:
+            return
+        words = [*command, "--after", trial.last]
+
+
+class _Trial:
+    """One run of a program that prints rows."""
+
+    def __init__(self, command: Sequence[str], patience: float, times: float) -> None:
+        self._command, self._times = command, times
+        alone = f"run `python {' '.join(command[1:])}` by itself, and send what it prints"
+        self._step = self._first = Step("self-test", patience, alone)
+        self._deadline = 0.0
+        self._ended = False  #: whether the program has closed its output
+        self._errors = b""  #: the end of what it has said on its standard error
+        self.last = ""  #: the last step that it has named
+        self.again = False  #: whether it has to run again, for the steps after that
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the program's rows, and one of its own where the program has not come to a good end."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         try:
+            self._begin(self._first)
+            for line in self._lines(process):
+                if line.startswith(BEGINS.encode()):
+                    self._begin(Step(**json.loads(line[len(BEGINS) :])))
+                    self.last = self._step.name
+                elif line.startswith(MARK.encode()):
+                    yield Row(**json.loads(line[len(MARK) :]))
+                    if self.last:
+                        self._begin(self._first._replace(name=f"after {self.last}"))
+        finally:
+            stuck = not _over(process, 5.0 if self._ended else 0.1)
+        if self._ended and process.returncode in (0, AGAIN):
+            self.again = process.returncode == AGAIN
+            return
+        self.again = bool(self.last) and not stuck
+        what = f"it has ended with exit code {process.returncode}"
+        if not self._ended:
+            what = f"it has not ended in {self._step.limit * self._times:.0f} s"
+        if stuck:
+            what += f", and the kernel can't end its process {process.pid}, so that nothing more is tried"
+        said = (self._errors.decode(errors="replace").strip().splitlines() or ["it has said nothing"])[-1]
+        yield Row(self._step.name, WRONG, f"{what}: {said}", self._step.do)
+
+    def _begin(self, step: Step) -> None:
+        self._step, self._deadline = step, time.monotonic() + step.limit * self._times
+
+    def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+        """Yields what a program writes, until it has closed its output, or its time is over."""
+        said = b""
+        with selectors.DefaultSelector() as selector:
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            while selector.get_map() and (left := self._deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fileobj)
                     elif key.fileobj is process.stderr:
-                        errors = (errors + data)[-(1 << 16) :]
+                        self._errors = (self._errors + data)[-(1 << 16) :]
                     else:
                         *lines, said = (said + data).split(b"\n")
-                        for line in lines:
-                            if line.startswith(MARK.encode()):
-                                yield Row(**json.loads(line[len(MARK) :]))
-            ended = not selector.get_map()
-        finally:
-            if process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5.0 if time.monotonic() < deadline else 0.1)
-            process.kill()
-    if not ended or process.returncode:
-        last = (errors.decode(errors="replace").strip().splitlines() or ["it has said nothing"])[-1]
-        what = f"it has ended with exit code {process.returncode}" if ended else f"it has not ended in {patience:.0f} s"
-        yield Row(
-            "self-test", WRONG, f"{what}: {last}", f"run `python -m {command[-1]}` by itself, and send what it prints"
-        )
+                        yield from lines
+            self._ended = not selector.get_map()
+
+
+def _over(process: subprocess.Popen[bytes], patience: float) -> bool:
+    """Waits for the end of a process that may end by itself, then ends it. Returns whether it is gone: one that waits
+    in a driver may not be."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+    return process.poll() is not None

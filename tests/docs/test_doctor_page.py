@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checkout import ROOT, search_path
 from limits import HANG
 
-from disttensor.cli import doctor, versions
+from disttensor.cli import doctor, gpu_trial, versions
 from disttensor.cli.doctor import NONE, OK, WRONG, Row
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 
@@ -131,6 +132,70 @@ def test_a_trial_that_does_not_end_well_is_a_row(code: str, found: str) -> None:
     assert rows[0] == Row("torch", OK, "x")
     assert [row.state for row in rows[1:]] == ([WRONG] if found else [])
     assert all(found in row.found for row in rows[1:]), rows
+
+
+STEPS = """
+import json, os, signal, sys
+names = ["one", "two", "three"]
+for name in names[names.index(sys.argv[2]) + 1 if sys.argv[1:] else 0:]:
+    step = dict(name=name, limit=LIMIT if name == "two" else 1000, do="mend " + name)
+    print("disttensor-begins " + json.dumps(step), flush=True)
+    if name == "two":
+        CODE
+    print("disttensor-row " + json.dumps(dict(name=name, state="ok", found=str(os.getpid()), do="")), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "found"),
+    {
+        "crashes": ("print('oh dear', file=sys.stderr, flush=True); os.abort()", 1000, "with exit code -6: oh dear"),
+        "hangs": ("signal.pause()", 0.5, "it has not ended in 1 s: it has said nothing"),
+        "has broken its process": ("", 1000, ""),
+    }.values(),
+    ids=("crashes", "hangs", "has broken its process"),
+)
+def test_what_comes_after_a_step_that_goes_wrong_is_tried(code: str, limit: float, found: str) -> None:
+    code = (
+        code or "print('disttensor-row ' + json.dumps(dict(name=name, state='WRONG', found='', do='x'))); sys.exit(75)"
+    )
+    program = STEPS.replace("CODE", code).replace("LIMIT", str(limit))
+    one, two, three = doctor.tried([sys.executable, "-c", program], HANG, 2.0)
+    assert (one.name, one.state, three.name, three.state) == ("one", OK, "three", OK)
+    assert one.found != three.found  # another process
+    assert (two.name, two.state) == ("two", WRONG)
+    assert found in two.found
+    assert two.do == ("mend two" if found else "x")
+
+
+def test_a_crash_at_the_end_is_no_row_s_twice() -> None:
+    program = STEPS.replace("CODE", "pass").replace("LIMIT", "1000") + "if not sys.argv[1:]: os.abort()"
+    rows = list(doctor.tried([sys.executable, "-c", program], HANG))
+    assert [row.name for row in rows] == ["one", "two", "three", "after three"]
+    assert "exit code -6" in rows[-1].found
+
+
+def test_without_a_gpu_one_row_says_so() -> None:
+    done = run("disttensor.doctor", "--gpu", "--json", CUDA_VISIBLE_DEVICES="")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["well"]) == (1, False)
+    *_, last = (Row(**row) for row in told["rows"])
+    assert [row["name"] for row in told["rows"]] == ["versions", "environment", "GPUs"]
+    assert last.state == WRONG
+    assert last.found.startswith("torch sees no GPU, so none was tried: ")
+    assert last.do
+    if torch.version.cuda is None:
+        block = re.search(r"(?m)(?:^    .*\n)+", PAGE.read_text().split("the exit code is 1:\n\n")[1])
+        assert block is not None
+        page, shown = (" ".join(text.split()) for text in (block[0], doctor.shown(last)))
+        assert page.replace("2.13.0+cpu", torch.__version__) == shown
+
+
+def test_the_page_has_each_step_of_the_gpus() -> None:
+    shown = re.findall(r"(?m)^\| `([^`]+)` \| .* \| (\d+) s \|$", PAGE.read_text())
+    assert shown == [(step.name, f"{step.limit:.0f}") for step, _ in gpu_trial.STEPS]
+    # each step by its name, as a row leaves it eighteen columns, and what to do where it fails
+    assert all(step.do and len(step.name) < 18 for step, _ in gpu_trial.STEPS)
 
 
 def test_versions_are_printed() -> None:

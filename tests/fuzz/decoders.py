@@ -943,7 +943,7 @@ USES_WITHOUT: dict[str, str] = {
     "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
     "disttensor/tasks/calls.py:Call.result": "values.decode, which is fuzzed",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
-    "disttensor/cli/doctor.py:tried": "what a program prints that this one has started",
+    "disttensor/cli/doctor.py:_Trial.rows": "what a program prints that this one has started",
     "disttensor/checkpoint/folder.py:_hashes": "a checkpoint is trusted, for torch unpickles its .metadata",
     "disttensor/checkpoint/folder.py:_check_torchs": "hexadecimal digits, which a pattern has found",
     "runtime/host/launch_spec.py:text_of": _OWN,

@@ -47,7 +47,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaGraph], list[Captur
             return captured[-1]
 
         @contextlib.contextmanager
-        def capturing(graph: Captured, capture_error_mode: str) -> Iterator[None]:
+        def capturing(graph: Captured, stream: Any, capture_error_mode: str) -> Iterator[None]:
             assert capture_error_mode == "thread_local"
             graph.inputs = [engine._own.get(i, t) for i, t in enumerate(engine._inputs)]
             before, state = copies(graph.inputs), torch.get_rng_state()
@@ -61,6 +61,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaGraph], list[Captur
         monkeypatch.setattr(torch.cuda, "graph", capturing)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+        monkeypatch.setattr(cuda, "_capturing", lambda device: None)
         return captured
 
     return install

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from operator import is_
 from typing import Any
 
@@ -112,12 +113,15 @@ class CudaGraph:
                 raise NotCompilable("a number that changes is not real")
             self._vector = torch.tensor(numbers, dtype=torch.float64).to(device)
             self._numbers = numbers
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         with torch.cuda.device(device):
             torch.cuda.synchronize()
-            # work of other threads of this process on the device meanwhile is allowed
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._outputs = self._trace([self._own.get(i, t) for i, t in enumerate(self._inputs)])
+            try:
+                # work of other threads of this process on the device meanwhile is allowed
+                with torch.cuda.graph(graph, stream=_capturing(device), capture_error_mode="thread_local"):
+                    self._outputs = self._trace([self._own.get(i, t) for i, t in enumerate(self._inputs)])
+            finally:
+                torch.cuda.set_stream(current)  # where capturing fails torch stays on the stream that has captured
         if any(t.device != device for t in self._outputs):
             raise NotCompilable("a CUDA graph's tensors are on one CUDA device")
         self._graph = graph
@@ -145,6 +149,13 @@ class CudaGraph:
             for register, tensor in zip(line.outs, tensors_of(result), strict=bool(line.outs)):
                 e[register] = tensor
         return [e[r] for r in self._program.outputs]
+
+
+@cache
+def _capturing(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which programs of a device are captured. torch's own is one of the first device that has
+    captured anything, and work of another device is not captured there."""
+    return torch.cuda.Stream(device)
 
 
 def _has_number(line: Line) -> bool:
