@@ -85,9 +85,13 @@ assert not torch.cuda.is_available()
 """
 
 
-def run_session(program: str, nodes: int = 2, backend: str = "shm", **settings: object) -> str:
+def run_session(
+    program: str, nodes: int = 2, backend: str = "shm", visible: str | None = None, **settings: object
+) -> str:
     """Runs a script whose nodes have simulated devices, and which has none itself, and returns what it prints."""
     env = environment(True, **settings) | {"OMP_NUM_THREADS": "1"}
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
     source = _BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n"
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])}
     done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=HANG)

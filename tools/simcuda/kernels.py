@@ -96,7 +96,9 @@ _replayed: set[int] = set()  #: what a graph has, which may run again
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _run(number: int) -> None:
-    work = _waiting[number] if number in _replayed else _waiting.pop(number)
+    work = _waiting.get(number) if number in _replayed else _waiting.pop(number, None)
+    if work is None:  # an error has come between, and its launch was refused
+        return
     try:
         with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
             work()
@@ -113,7 +115,7 @@ def launch(device: torch.device, work: Callable[[], None]) -> None:
         _replayed.add(number)
     _waiting[number] = work
     if error := _runtime.simcuda_launch(device.index, stream, _run, ctypes.c_void_p(number)):
-        del _waiting[number]
+        _waiting.pop(number, None)
         raise torch.AcceleratorError(f"CUDA error: {_error(error)}")
 
 

@@ -317,7 +317,8 @@ int wait_for(const char* name, Done done, bool polls = false) {
     if (in_task) die("waits inside a task of a stream, which CUDA forbids", name);
     WithoutGil without;
     Lock lock(world.mutex);
-    while (!done() && !world.sticky) {
+    // After an error a task that runs is waited for: it may be writing what the caller is about to give back.
+    while (!done() && (!world.sticky || world.running)) {
         if (polls) world.moved.wait_for(lock, std::chrono::microseconds(200));  // another process tells nobody
         else world.moved.wait(lock);
     }
