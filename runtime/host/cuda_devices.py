@@ -9,7 +9,7 @@ import torch
 
 
 def in_use() -> list[int]:
-    """Returns the indices of the CUDA devices that this process has used: any other would take memory when it is asked."""
+    """Returns the indices of the CUDA devices that this process has used. Another one would take memory to be asked."""
     if not torch.cuda.is_initialized():
         return []
     return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]

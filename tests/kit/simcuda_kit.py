@@ -92,7 +92,11 @@ def run_session(
     env = environment(True, **settings) | {"OMP_NUM_THREADS": "1"}
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
-    source = _BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n"
+    return run_script(_BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n")
+
+
+def run_script(source: str) -> str:
+    """Runs a script that has no devices itself, and returns what it prints. AssertionError where it fails."""
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])}
     done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"

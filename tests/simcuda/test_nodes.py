@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simcuda_kit import run_session
+from simcuda_kit import environment, run_script, run_session
 
 pytestmark = [pytest.mark.simcuda, pytest.mark.cold]
 
@@ -237,7 +237,7 @@ PROGRAMS["two_gpus"] = (
     """
 def busy():
     x = torch.ones(1000, device="cuda:1")
-    torch.cuda._sleep(300_000_000)
+    torch.cuda._sleep(2_000_000_000)
     import builtins
     torch.cuda.set_device(1)
     event = builtins.event = torch.cuda.Event()
@@ -359,7 +359,8 @@ local = network()
 expected = trained(local).item()
 mesh = dt.mesh(dp=2)
 parts = dt.shard(x, mesh, dp=0)
-assert [tuple(s) for s in dt.run(lambda part: (str(part.device), part.shape[0]), parts, nodes=mesh)] == [("cuda:0", 6)] * 2
+placed = dt.run(lambda part: (str(part.device), part.shape[0]), parts, nodes=mesh)
+assert [tuple(one) for one in placed] == [("cuda:0", 6)] * 2
 close(dt.meshes.full_tensor(parts * 2, dp=0).cpu(), x * 2)
 close(dt.all_reduce(parts.sum(0), over="dp").cpu(), x.sum(0), rtol=1e-5, atol=1e-5)
 targets = dt.shard(y, mesh, dp=0)
@@ -374,15 +375,13 @@ for layer in cut[::2]:
     dt.fully_shard(layer, mesh)
 dt.fully_shard(cut, mesh)
 assert abs(trained(cut, on_mesh).item() - expected) < 1e-4
-pipeline = dt.training.Pipeline(network(), ["node:0", "node:1"], microbatches=3)
+pipeline = dt.training.Pipeline(network(), ["node:0"] * 3 + ["node:1"] * 2, microbatches=3)
 assert abs(trained(pipeline, lambda model: model.step(x, y, F.cross_entropy)).item() - expected) < 1e-4
 for name, value in pipeline.state_dict().items():
     close(value.cpu(), local.state_dict()[name], rtol=1e-4, atol=1e-5)
 xs = [torch.randn(1 << 16) for _ in range(2)]
 there = [x.to(f"node:{k}") for k, x in enumerate(xs)]
-s = dt.Stream(0)
-with dt.stream(s):
-    (there[0],) = dt.run(slowly, there[0], node=0)
+(there[0],) = dt.submit(slowly, there[0], node=0, beside=True).result()
 dt.all_reduce(there)
 for total in there:
     close(total.cpu(), xs[0] * 2 + xs[1])
@@ -422,7 +421,7 @@ PROGRAMS["binding"] = (
     {"nodes": 3, "devices": 2, "visible": "0,1", "delay_ms": 1},
     """
 seen = dt.run(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.get_device_name(0)), nodes=[0, 1, 2])
-assert [tuple(one) for one in seen] == [("0", "simcuda device 0"), ("0", "simcuda device 0"), ("1", "simcuda device 1")], seen
+assert [tuple(one) for one in seen] == [(str(gpu), f"simcuda device {gpu}") for gpu in (0, 0, 1)], seen
 x = torch.randn(1 << 18)
 a = x.to("node:0")
 for k in range(4):  # on one GPU, and between two
@@ -450,6 +449,25 @@ else:
     raise AssertionError
 """,
 )
+PROGRAMS["a_launch_that_fails"] = (
+    {},
+    """
+x, wrong = torch.arange(3.0).to("node:0"), torch.tensor([7]).to("node:0")
+with dt.stream(dt.Stream(0)):
+    y = x * 2
+for k in range(2):  # an error sticks: all that the device is asked for from then on fails, and the node lives
+    try:
+        x[wrong].cpu() if k == 0 else (y + x).cpu()
+    except RuntimeError as error:
+        assert "unspecified launch failure" in str(error), error
+    else:
+        raise AssertionError
+del y
+assert dt.nodes()[0].alive
+same((torch.ones(3).to(dt.device(0, "cpu")) + 1), torch.full((3,), 2.0))
+same(torch.ones(3).to("node:1") + 1, torch.full((3,), 2.0))
+""",
+)
 
 
 @pytest.mark.parametrize(
@@ -458,3 +476,36 @@ else:
 def test_program(name: str) -> None:
     settings, source = PROGRAMS[name]
     run_session(BEGIN + source, **settings)
+
+
+@pytest.mark.slow
+def test_a_node_with_a_gpu_beside_one_without() -> None:
+    run_script(
+        f"""
+import os, subprocess, sys, tempfile
+path = tempfile.mkdtemp() + "/job"
+command = [sys.executable, "-m", "disttensor.run", "worker", "--connection-file", path, "--rank"]
+workers = [subprocess.Popen([*command, str(k)], env={{**os.environ, **env}}) for k, env in enumerate(({
+            environment(True)
+        }, {{}}))]
+import torch, disttensor as dt
+dt.init_master_worker(init_method="file://" + path, nodes=2)
+x = torch.randn(1 << 18)
+a = x.to("node:0")
+for k in range(3):
+    b = (a * 2).to("node:1")
+    c = (b + k).to("node:0") + 1
+    assert torch.equal(b.cpu(), x * 2) and torch.equal(c.cpu(), x * 2 + k + 1)
+where = [dt.run(lambda tensor: str(tensor.device), tensor, node=k) for k, tensor in enumerate((c, b))]
+assert where == ["cuda:0", "cpu"], where
+xs = [x.to("node:0"), x.to("node:1")]
+dt.all_reduce(xs)
+for total in xs:
+    assert torch.equal(total.cpu(), x * 2)
+with dt.stream(dt.Stream(0)):
+    late = dt.run(lambda x: (torch.cuda._sleep(50_000_000), x * 3)[1], a, node=0)
+assert torch.equal((late.to("node:1") + 1).cpu(), x * 3 + 1)
+dt.shutdown()
+assert [worker.wait(60) for worker in workers] == [0, 0]
+"""
+    )

@@ -303,7 +303,7 @@ assert begun.elapsed_time(ended) > 0 and done.query()
 
 
 def test_after_an_error_nobody_writes_what_was_given_back():
-    """The copy to the host is under way when another stream fails: who waits for it raises, and gives its memory back."""
+    """A copy to the host is under way when another stream fails: who waits for it raises, and its memory goes."""
     said = run(
         BEGIN
         + """

@@ -439,11 +439,16 @@ int say(int error) {
     return error;
 }
 
-#define READY()                                                       \
+// For what only tells of the devices, or sets the thread's: torch's guards do that while an error unwinds the stack.
+#define THERE()                                                       \
     do {                                                              \
         if (world.forked) return say(NOT_INITIALIZED);                \
-        if (world.sticky) return say(world.sticky);                   \
         if (world.settings.visible.empty()) return say(NO_DEVICE);    \
+    } while (0)
+#define READY()                                                       \
+    do {                                                              \
+        THERE();                                                      \
+        if (world.sticky) return say(world.sticky);                   \
     } while (0)
 
 // Calls that no capture allows, unless this thread has relaxed its mode: they would wait or allocate behind its back.
@@ -672,13 +677,13 @@ EXPORT int cudaRuntimeGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaGetDeviceCount(int* count) {
     *count = (int)world.settings.visible.size();
-    READY();
+    THERE();
     return SUCCESS;
 }
-EXPORT int cudaGetDevice(int* device) { READY(); *device = current; return SUCCESS; }
+EXPORT int cudaGetDevice(int* device) { THERE(); *device = current; return SUCCESS; }
 static bool exists(int device) { return device >= 0 && device < (int)world.settings.visible.size(); }
 EXPORT int cudaSetDevice(int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     current = device;
     Lock lock(world.mutex);
@@ -717,7 +722,7 @@ struct Properties {
     int multinode, reserved[56];
 };
 EXPORT int cudaGetDeviceProperties(Properties* p, int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     int physical = world.settings.visible[device];
     memset((void*)p, 0, sizeof *p);
@@ -747,7 +752,7 @@ EXPORT int cudaGetDeviceProperties(Properties* p, int device) {
     return SUCCESS;
 }
 EXPORT int cudaDeviceGetAttribute(int* value, int attribute, int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     switch (attribute) {
         case 1: *value = 1024; break;

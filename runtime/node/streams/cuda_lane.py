@@ -103,8 +103,8 @@ def sign(tensors: Iterable[Any]) -> None:
 
 
 def take_over(tensors: Iterable[Any]) -> None:
-    """Has the calling thread's default streams use these tensors, and whoever uses them next follow what these have been
-    given by then: as if they had made them."""
+    """Has the calling thread's default streams use these tensors, and whoever uses them next follow what the streams
+    have been given by then: as if they had made the tensors."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             _meet(tensor)

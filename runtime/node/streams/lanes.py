@@ -100,7 +100,9 @@ class Lanes:
     def mark(self, lane: Lane) -> Mark:
         """Queues a mark that is reached when ``lane`` has done all that is queued on it."""
         mark = Mark()
-        self.put(lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach(), over=True))
+        self.put(
+            lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach(), over=True)
+        )
         return mark
 
     def when_done(self, then: Callable[[], None]) -> None:
@@ -205,7 +207,9 @@ class Lanes:
         if not self.cuda:
             return task.run(values) or ()
         results: Sequence[Value | None] = ()
-        with cuda_lane.on(lane, _tensors(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]):
+        with cuda_lane.on(
+            lane, _tensors(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]
+        ):
             results = task.run(values) or ()
         return results
 
