@@ -15,11 +15,13 @@ import leaks
 import pytest
 import torch
 from processes import alive_after
+from torch.distributed import PrefixStore
 from variants import variants
 
 from disttensor.runtime.channel.gloo.channel import GlooChannel
 from disttensor.runtime.channel.gloo.group import GlooGroup
 from disttensor.runtime.channel.gloo.store import MailboxStore, cut
+from disttensor.runtime.channel.library_groups import Mailbox
 from disttensor.runtime.channel.tcp.frames import EAGER
 from disttensor.runtime.channel.tcp.peer import Limits
 from disttensor.runtime.contracts.data_channel import check_data_channel
@@ -109,6 +111,18 @@ def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
         receive.wait(LIMIT)
     for channel in channels:
         channel.close()
+
+
+def test_a_groups_store_says_which_values_there_are():
+    """By the way that C++ asks: NCCL's watchdog does, each second, and warns where it gets no answer."""
+    mailbox = Mailbox()
+    inner = MailboxStore("group", mailbox, lambda key, value: None, lambda: None)
+    store = PrefixStore("inside", inner)
+    assert not store.check(["dump"])
+    store.set("dump", "1")
+    mailbox.put("group/inside/other", b"2")
+    assert store.check(["dump", "other"])
+    assert not store.check(["dump", "third"])
 
 
 def test_an_end_that_gives_up_does_not_keep_the_other(monkeypatch):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _runtime = ctypes.CDLL(None)
+_runtime.cudaGetErrorString.restype = ctypes.c_char_p
 _SHIFT = 1 << 44
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _LAUNCH_FAILURE = 719
@@ -120,7 +121,7 @@ def launch(device: torch.device, work: Callable[[], None]) -> None:
 
 
 def _error(number: int) -> str:
-    return f"{ctypes.string_at(_runtime.cudaGetErrorString(number)).decode()} ({number})"
+    return f"{_runtime.cudaGetErrorString(number).decode()} ({number})"
 
 
 # ---- fresh memory

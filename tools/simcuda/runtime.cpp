@@ -251,6 +251,16 @@ void see() {
     }
 }
 
+// At the first call and not before, as CUDA: who forks processes may set what each of them sees.
+void look() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        see();
+        for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
+            world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
+    });
+}
+
 struct sigaction before_us;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
@@ -283,9 +293,6 @@ bool begin() {
     s.peers = number("SIMCUDA_PEERS", 1);
     s.fail_allocation = number("SIMCUDA_FAIL_ALLOCATION", 0);
     s.fail_task = number("SIMCUDA_FAIL_TASK", 0);
-    see();
-    for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
-        world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO;
@@ -442,6 +449,7 @@ int say(int error) {
 // For what only tells of the devices, or sets the thread's: torch's guards do that while an error unwinds the stack.
 #define THERE()                                                       \
     do {                                                              \
+        look();                                                       \
         if (world.forked) return say(NOT_INITIALIZED);                \
         if (world.settings.visible.empty()) return say(NO_DEVICE);    \
     } while (0)
@@ -676,12 +684,13 @@ EXPORT const char* cudaGetErrorString(int error) {
 EXPORT int cudaRuntimeGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaGetDeviceCount(int* count) {
+    look();
     *count = (int)world.settings.visible.size();
     THERE();
     return SUCCESS;
 }
 EXPORT int cudaGetDevice(int* device) { THERE(); *device = current; return SUCCESS; }
-static bool exists(int device) { return device >= 0 && device < (int)world.settings.visible.size(); }
+static bool exists(int device) { look(); return device >= 0 && device < (int)world.settings.visible.size(); }
 EXPORT int cudaSetDevice(int device) {
     THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
