@@ -12,7 +12,8 @@ def in_use() -> list[int]:
     """Returns the indices of the CUDA devices that this process has used. Another one would take memory to be asked."""
     if not torch.cuda.is_initialized():
         return []
-    return [index for index in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(index)]
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
 
 
 def ends() -> list[Any]:

@@ -319,8 +319,12 @@ try:
         x.cpu()
 except torch.AcceleratorError as error:
     print("unspecified launch failure" in str(error))
+try:
+    torch.ones(3, device="cuda")
+except torch.AcceleratorError as error:
+    print("unspecified launch failure (719)" in str(error))
 """,
         kernels=True,
         delay_ms=0,
     )
-    assert said == "True\n"
+    assert said == "True\nTrue\n"

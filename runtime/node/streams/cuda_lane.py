@@ -49,7 +49,7 @@ class CudaMark(Mark):
             return super().since(first)
         for mark in (first, self):
             mark.event.synchronize()
-        return first.event.elapsed_time(self.event)
+        return float(first.event.elapsed_time(self.event))
 
 
 class CudaLane(Lane):

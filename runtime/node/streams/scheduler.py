@@ -7,7 +7,7 @@ are streams the default one is a lane too, except while none of the others is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -348,7 +348,8 @@ class Scheduler(Lanes):
         # a transfer to the default stream delays only the commands that use its tensor; an event waits for it
         arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
         if lane.is_over():  # a stream that has done all says so at once
-            with on(lane, (), list) if self.cuda else nullcontext():
+            place: AbstractContextManager[None] = on(lane, (), list) if self.cuda else nullcontext()
+            with place:
                 when_all(arriving, mark.reach)
             return
         self._task(
