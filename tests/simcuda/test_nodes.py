@@ -31,7 +31,7 @@ def slowly(*tensors):
 
 PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {}
 #: The programs of the smoke.
-SMOKE = {"shm", "streams", "shortage", "two_gpus"}
+SMOKE = {"functions", "shm", "streams"}
 
 #: Tensors of all kinds, up, across in both ways and down; the buffers that carry them are used again.
 ACROSS = """
