@@ -470,6 +470,12 @@ for ask in (lambda: x[wrong], lambda: x + 1):  # an error sticks: whatever comes
 assert dt.nodes()[0].alive
 same((torch.ones(3).to(dt.device(0, "cpu")) + 1), torch.full((3,), 2.0))
 same(torch.ones(3).to("node:1") + 1, torch.full((3,), 2.0))
+try:
+    dt.shutdown()
+except RuntimeError as error:
+    assert "unspecified launch failure" in str(error), error
+else:
+    raise AssertionError
 """,
 )
 
