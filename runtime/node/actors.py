@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..host import cuda_devices
 from ..process.torch_threads import compute_as_told
 from ..protocol.errors import DisttensorError
 from ..protocol.values import is_announcable
@@ -43,6 +44,7 @@ class Actor:
         self.draws = OwnDraws(seed)
         self.object: Any = None  #: None once it has ended
         self.lock = threading.RLock()  #: held while a method runs
+        self.after: list[Any] = []  #: CUDA events of what its last method was at; the next one's streams may be others
         self._numbering = threading.Lock()
         self._awaited: Tell | None = None  #: tells the script for which call a method waits
         with _naming:
@@ -72,6 +74,7 @@ class Actor:
             close = getattr(type(found), "close", None)
             try:
                 with self.draws:
+                    cuda_devices.follow(self.after)
                     if callable(close):
                         found.close()
                     del found  # here, so that its __del__ draws as its methods do
@@ -105,16 +108,18 @@ def current() -> Actor | None:
 
 
 class _Within:
-    """The time in which this thread runs a method of an actor."""
+    """The time in which this thread runs a method of an actor, after what the last one has given other streams."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
 
     def __enter__(self) -> None:
         self._before, _now.actor = _now.actor, self._actor
+        cuda_devices.follow(self._actor.after)
 
     def __exit__(self, *_: object) -> None:
         _now.actor = self._before
+        self._actor.after = cuda_devices.ends()
 
 
 def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int, key: Key) -> torch.Tensor:

@@ -7,10 +7,12 @@ of these knows another.
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,6 +21,7 @@ import torch
 from ..channel.base import Arrival
 from ..channel.opened import Channels
 from ..collective.shared_pages import SharedPagesOfGroups
+from ..host.cuda_devices import in_use
 from ..host.memory_limit import begin_peak, memory_left, resident
 from ..process import role
 from ..protocol import codec
@@ -40,6 +43,8 @@ from .user_functions import Functions, Outcome
 SHOWN = 64
 #: So many failures in a row for want of memory say what the node holds; a row ends with so many seconds without one.
 TOLD, STREAK = 16, 0.1
+#: The device that torch's error names, whichever one is current.
+_GPU = re.compile(r"\bGPU (\d+)")
 
 
 class PoisonRead(Exception):
@@ -85,10 +90,12 @@ class NodeState:
         where.begin(rank, functions.device)
         self._drawing: dict[str, int] = {}  #: the place whose generator is in use, by device; 0 is the node itself
         self._resting: dict[tuple[int, str], torch.Tensor] = {}  #: states of the others, by place and device
-        self._devices: set[int] = set()  #: indices of CUDA devices that the master has named
         self.results: dict[int, list[torch.Tensor]] = {}  #: tensors that functions returned, by request
         #: whole results of functions, by request, for as long as the script has their tokens
         self.outcomes: WeakValueDictionary[int, Outcome] = WeakValueDictionary()
+        #: has default streams wait for those that made these tensors, and others for the default ones from then on:
+        #: what uses tensors in the receiving thread says so before, and of what it has written afterwards
+        self.take_over: Callable[[Iterable[Any]], None] = in_order
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: in a replay: the index of the graph's command that is being applied
@@ -112,8 +119,6 @@ class NodeState:
             if (device.index or 0) >= self._simulate_cuda:
                 raise RuntimeError(f"node {self.rank} has {self._simulate_cuda} simulated CUDA devices, not {name}")
             return torch.device("cpu")
-        if device.type == "cuda":
-            self._devices.add(device.index or 0)
         return device
 
     def geometry(self, tensor: torch.Tensor) -> c.Geometry:
@@ -193,6 +198,11 @@ class NodeState:
         self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
         return made
 
+    def returned(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors that functions have returned and that have no refs yet."""
+        yield from chain.from_iterable(self.results.values())
+        yield from chain.from_iterable(whole.tensors for whole in self.outcomes.values())
+
     def adopt(self, command: c.Adopt) -> None:
         """Gives refs to tensors that a function has returned. Raises KeyError where there are none."""
         whole = self.outcomes.pop(command.request, None)
@@ -203,7 +213,7 @@ class NodeState:
 
     def synchronized(self, command: c.Sync) -> None:
         """Answers a Sync once CUDA devices are done, too; everything else is."""
-        for index in sorted(self._devices):
+        for index in in_use():  # by functions alone, too
             torch.cuda.synchronize(index)
         self.emit(c.Done(command.request))
 
@@ -409,9 +419,14 @@ class NodeState:
         device = torch.device("cpu")
         with suppress(Exception):  # there may be too little even for that
             if self.cuda and issubclass(type(error), torch.OutOfMemoryError):
-                device = torch.device("cuda", torch.cuda.current_device())
+                named = _GPU.search(str(error))
+                device = torch.device("cuda", int(named[1]) if named else torch.cuda.current_device())
             return self.holdings(device, SHOWN)
         return None
+
+
+def in_order(tensors: Iterable[Any]) -> None:
+    """Does nothing: all that a node without lanes does is on default streams, in the order of its issue."""
 
 
 def _cuda_figures(device: torch.device, first: str) -> dict[str, int]:

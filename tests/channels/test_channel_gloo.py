@@ -113,13 +113,16 @@ def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
         channel.close()
 
 
-def test_a_store_says_which_keys_have_values():
-    """To torch's own code too, which NCCL's watchdog is."""
-    store = MailboxStore("group", Mailbox(), lambda key, value: None, lambda: None)
-    store.set("part/a", b"1")
-    asked = PrefixStore("part", store)
-    assert asked.check(["a"])
-    assert not asked.check(["a", "b"])
+def test_a_groups_store_says_which_values_there_are():
+    """By the way that C++ asks: NCCL's watchdog does, each second, and warns where it gets no answer."""
+    mailbox = Mailbox()
+    inner = MailboxStore("group", mailbox, lambda key, value: None, lambda: None)
+    store = PrefixStore("inside", inner)
+    assert not store.check(["dump"])
+    store.set("dump", "1")
+    mailbox.put("group/inside/other", b"2")
+    assert store.check(["dump", "other"])
+    assert not store.check(["dump", "third"])
 
 
 def test_an_end_that_gives_up_does_not_keep_the_other(monkeypatch):

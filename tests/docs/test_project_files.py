@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 from checkout import ROOT
+from limits import HANG
 
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 #: What the Makefile has.
-TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def targets(command: str) -> list[str]:
     """The targets of a line that calls make."""
-    return [word for word in command.split()[1:] if re.fullmatch(r"[a-z]+", word)]
+    return [word for word in command.split()[1:] if re.fullmatch(r"[a-z]+(-[a-z]+)?", word)]
 
 
 def test_the_workflow_runs_the_parts_of_ci() -> None:
@@ -31,6 +36,41 @@ def test_the_workflow_runs_the_parts_of_ci() -> None:
     assert listed | {"versions"} <= TARGETS
     steps = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
     assert [step for step in steps if step.startswith("make ")] == ["make ${{ matrix.part }}", "make versions"]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_that_simulated_devices_were_not_had_is_the_last_line_of_ci(tmp_path: Path, status: int) -> None:
+    make = tmp_path / "make"
+    make.write_text(
+        f"""#!/bin/sh
+case "$*" in *ssh*)
+    echo "simcuda: not run" >> "$SIMCUDA_SAID"
+    echo "what other suites print"
+    exit {status};;
+esac
+"""
+    )
+    make.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=HANG)
+    assert (done.returncode, done.stdout) == (status, "what other suites print\nsimcuda: not run\n")
+
+
+def test_who_can_have_no_simulated_devices_says_so_and_passes(tmp_path: Path) -> None:
+    """As where no compiler is on the path."""
+    for tool in ("bash", "dirname"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    said = tmp_path / "said"
+    done = subprocess.run(
+        [ROOT / "tools" / "ci" / "simcuda.sh", tmp_path / "venv"],
+        env={"PATH": str(tmp_path), "SIMCUDA_SAID": str(said)},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert (done.returncode, done.stdout) == (0, "simcuda: not run\n")
+    assert "there is no g++" in done.stderr
+    assert said.read_text() == "simcuda: not run\n"
 
 
 def test_the_workflow_has_every_python() -> None:

@@ -15,6 +15,7 @@ THEMSELVES = {
     "tests/docs/test_build.py": "names of files, which a wheel has to have",
     "tests/docs/test_patterns.py": "programs that it runs",
     "tests/docs/test_readme.py": "examples, and which of them the reference names",
+    "tests/kit/mutations.py": "the files of any tree, that of a test too",
     "tests/kit/sources.py": "it is what the others ask",
     "tests/ops/test_other_branches.py": "torch's sources",
     "tests/ops/test_without_process_groups.py": "torch's sources",

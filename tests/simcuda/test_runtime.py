@@ -216,6 +216,8 @@ assert code("cudaStreamSynchronize", s) == ILLEGAL
 assert code("cudaGetLastError") == code("cudaGetLastError") == ILLEGAL
 got = ctypes.c_size_t()
 assert code("cudaMalloc", ctypes.byref(got), 8) == ILLEGAL
+device = ctypes.c_int()
+assert code("cudaGetDevice", ctypes.byref(device)) == code("cudaSetDevice", 0) == SUCCESS, "what torch's guards call"
 """,
         fail_task=2,
     )

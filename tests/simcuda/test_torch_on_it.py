@@ -300,3 +300,31 @@ assert begun.elapsed_time(ended) > 0 and done.query()
 """,
         kernels=True,
     )
+
+
+def test_after_an_error_nobody_writes_what_was_given_back():
+    """A copy to the host is under way when another stream fails: who waits for it raises, and its memory goes."""
+    said = run(
+        BEGIN
+        + """
+side = torch.cuda.Stream()
+x = torch.ones(64 << 20, device="cuda")
+bad = torch.tensor([7], device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    torch.cuda._sleep(20_000_000)
+    torch.ones(3, device="cuda")[bad]
+try:
+    for _ in range(100):
+        x.cpu()
+except torch.AcceleratorError as error:
+    print("unspecified launch failure" in str(error))
+try:
+    torch.ones(3, device="cuda")
+except torch.AcceleratorError as error:
+    print("unspecified launch failure (719)" in str(error))
+""",
+        kernels=True,
+        delay_ms=0,
+    )
+    assert said == "True\nTrue\n"

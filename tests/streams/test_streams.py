@@ -111,6 +111,23 @@ def test_using_a_tensor_waits_for_the_stream_that_makes_it() -> None:
     same(part, torch.tensor([0.0, 2.0]))
 
 
+def test_a_stream_that_was_waited_for_has_done_all() -> None:
+    s = dt.Stream(0)
+    x = torch.ones(4, device="node:0")
+    for _ in range(100):
+        with dt.stream(s):
+            y = x + 1
+        s.synchronize()
+        assert s.query()
+        with dt.stream(s):
+            y.sum().item()
+        assert s.query()
+    for stream in (s, dt.streams.default_stream(0)):
+        y = x + 1
+        dt.synchronize(0)
+        assert stream.query()
+
+
 @pytest.mark.row("M15")
 def test_events_order_writes_in_place() -> None:
     s = dt.Stream(0)

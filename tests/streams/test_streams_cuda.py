@@ -12,7 +12,7 @@ import torch
 from equal import same
 
 import disttensor as dt
-from disttensor.runtime.node.streams import cuda_lane
+from disttensor.runtime.node.streams import cuda_lane, scheduler
 from disttensor.runtime.node.streams.lane import Lane
 from disttensor.runtime.node.streams.lanes import Lanes
 
@@ -22,6 +22,10 @@ CUDA = torch.device("cuda:0")
 class FakeStream:
     def __init__(self, name: str, log: list[tuple[str, ...]]) -> None:
         self.name, self._log, self.device = name, log, CUDA
+        self.idle = False
+
+    def query(self) -> bool:
+        return self.idle
 
     def wait_stream(self, other: FakeStream) -> None:
         self._log.append((self.name, "waits for stream", other.name))
@@ -45,6 +49,11 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.reached = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.reached
+        assert end.reached
+        return 1.5
 
 
 class OnDevice(torch.Tensor):
@@ -82,8 +91,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         stream=stream,
         current_stream=lambda device: current[-1],
         default_stream=lambda device: default,
-        device_count=lambda: 1,
     )
+    monkeypatch.setattr(cuda_lane, "in_use", lambda: [0])
     monkeypatch.setattr(cuda_lane, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor, device=torch.device))
     return log
 
@@ -132,6 +141,53 @@ def test_events_are_done_when_the_device_has_come_to_them(log: list[tuple[str, .
     assert mark.is_completed()
 
 
+def test_an_event_of_a_stream_with_nothing_to_do_is_done_at_once(log: list[tuple[str, ...]]) -> None:
+    first, second = cuda_lane.CudaMark(CUDA, timing=True), cuda_lane.CudaMark(CUDA, timing=True)
+    one = lane(cuda_lane.CudaLane)
+    with cuda_lane.on(one, (), list):
+        one.stream.idle = True
+        first.reach()
+        one.stream.idle = False
+        second.reach()
+    assert first.is_completed()
+    assert not first.event.query(), "CUDA's own is done a moment later"
+    assert not second.is_completed()
+    assert second.since(first) == 1.5
+
+
+def test_the_default_stream_takes_over_what_others_have_made(log: list[tuple[str, ...]]) -> None:
+    one, two = lane(cuda_lane.CudaLane), lane(cuda_lane.CudaLane)
+    x, y = on_device(), on_device()
+    with cuda_lane.on(one, (), lambda: [x]):
+        pass
+    log.clear()
+    cuda_lane.take_over([x, y, None, torch.ones(2)])
+    assert log == [("default", "waits for", "side 1 2")]
+    assert x.used == ["default"]
+    cuda_lane.take_over([x])
+    assert len(log) == 1, "it is the default stream's by now"
+    with cuda_lane.on(two, [x], list):
+        assert log[1:] == [("side 2", "waits for", "default 1")], "the point to which that has come by now"
+
+
+@pytest.mark.usefixtures("nodes", "settled")
+def test_what_functions_return_is_signed_before_the_script_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[torch.Tensor] = []
+    monkeypatch.setattr(scheduler, "sign", lambda tensors: signed.extend(t.clone() for t in tensors))
+    monkeypatch.setattr(Lanes, "cuda", property(lambda lanes: True, lambda lanes, found: None), raising=False)
+    s = dt.Stream(node=1)
+    x = torch.ones(3, device="node:1")
+    with dt.stream(s):
+        in_stream = dt.run(lambda x: {"twice": x * 2}, x, node=1)
+        assert [t.tolist() for t in signed[-1:]] == [[2.0] * 3]
+    beside = dt.submit(torch.mul, x, 3, node=1, beside=True)
+    same(beside.result(), torch.full((3,), 3.0))
+    assert [t.tolist() for t in signed[-1:]] == [[3.0] * 3]
+    ref = dt.submit(torch.mul, x, 4, node=1, beside=True)
+    same(dt.run(torch.add, ref, 1, node=1), torch.full((3,), 5.0))
+    same(in_stream["twice"], torch.full((3,), 2.0))
+
+
 @pytest.mark.usefixtures("nodes", "settled")
 def test_the_lanes_of_a_node_with_gpus_do_what_those_of_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that makes a node have lanes, where it takes itself to have GPUs though its tensors are on CPUs: copies,
@@ -178,7 +234,8 @@ def node() -> Iterator[None]:
 @pytest.mark.usefixtures("node")
 def test_on_a_gpu() -> None:
     s, t = dt.Stream(0, "cuda:0"), dt.Stream(0, "cuda:0", priority=-1)
-    x = torch.arange(1 << 20, device="node:0").float()
+    local = torch.arange(1 << 20).remainder(1024).float()  # twenty times that is exact
+    x = local.to("node:0")
     start, end = dt.Event(enable_timing=True), dt.Event(enable_timing=True)
     for n in range(50):
         with dt.stream(s):
@@ -191,7 +248,7 @@ def test_on_a_gpu() -> None:
             z = y * 2
         w = z - y
         del y, z
-        assert torch.equal(w.cpu(), torch.arange(1 << 20).float() * 20 + n)
+        assert torch.equal(w.cpu(), local * 20 + n)
     end.synchronize()
     assert start.query()
     assert 0 < start.elapsed_time(end) < 10_000

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests on simulated CUDA devices: `tools/ci/simcuda.sh FOLDER [MARKERS]`. The environment in FOLDER has torch's CUDA
-# build, which takes 2.5 GB; it is made once and kept. Where it can't be had nothing is tested, and the last line says so.
+# build, which takes 2.5 GB; it is made once and kept. Where it can't be had nothing is tested, and the last line says so,
+# in the file SIMCUDA_SAID as well: who runs other things besides has it last, too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=$1
@@ -9,6 +10,7 @@ markers=${2:-simcuda}
 not_run() {
     echo "$1" >&2
     echo "simcuda: not run"
+    [ -z "${SIMCUDA_SAID:-}" ] || echo "simcuda: not run" >> "$SIMCUDA_SAID"
     exit 0
 }
 
@@ -25,4 +27,5 @@ if [ ! -e "$venv/.made" ]; then
         || not_run "the packages can't be had"
     touch "$venv/.made"
 fi
-exec "$venv/bin/python" -m pytest -q -m "$markers" tests/simcuda
+"$venv/bin/python" tools/simcuda/build.py --python "$venv/bin/python" > /dev/null  # once, and not in each of the two
+exec "$venv/bin/python" -m pytest -q -n 2 -m "$markers" tests/simcuda

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _runtime = ctypes.CDLL(None)
+_runtime.cudaGetErrorString.restype = ctypes.c_char_p
 _SHIFT = 1 << 44
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _LAUNCH_FAILURE = 719
@@ -96,7 +97,9 @@ _replayed: set[int] = set()  #: what a graph has, which may run again
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _run(number: int) -> None:
-    work = _waiting[number] if number in _replayed else _waiting.pop(number)
+    work = _waiting.get(number) if number in _replayed else _waiting.pop(number, None)
+    if work is None:  # an error has come between, and its launch was refused
+        return
     try:
         with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
             work()
@@ -113,12 +116,12 @@ def launch(device: torch.device, work: Callable[[], None]) -> None:
         _replayed.add(number)
     _waiting[number] = work
     if error := _runtime.simcuda_launch(device.index, stream, _run, ctypes.c_void_p(number)):
-        del _waiting[number]
+        _waiting.pop(number, None)
         raise torch.AcceleratorError(f"CUDA error: {_error(error)}")
 
 
 def _error(number: int) -> str:
-    return f"{ctypes.string_at(_runtime.cudaGetErrorString(number)).decode()} ({number})"
+    return f"{_runtime.cudaGetErrorString(number).decode()} ({number})"
 
 
 # ---- fresh memory

@@ -274,13 +274,16 @@ void child_of_fork() {
     else world.looked = false;             // nodes are forks, each of which gets devices of its own
 }
 
-// At the first call, as CUDA does, and not when the library is loaded.
+// At the first call and not before, as CUDA: who forks processes may set what each of them sees.
 void look() {
+    if (world.looked) return;
     static std::mutex& mutex = *new std::mutex;
     Lock lock(mutex);
     if (world.looked) return;
     world.settings.visible.clear();
     see();
+    for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
+        world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
     world.looked = true;
 }
 
@@ -294,8 +297,6 @@ bool begin() {
     s.peers = number("SIMCUDA_PEERS", 1);
     s.fail_allocation = number("SIMCUDA_FAIL_ALLOCATION", 0);
     s.fail_task = number("SIMCUDA_FAIL_TASK", 0);
-    for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
-        world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
     struct sigaction action = {};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO;
@@ -327,7 +328,8 @@ int wait_for(const char* name, Done done, bool polls = false) {
     if (in_task) die("waits inside a task of a stream, which CUDA forbids", name);
     WithoutGil without;
     Lock lock(world.mutex);
-    while (!done() && !world.sticky) {
+    // After an error a task that runs is waited for: it may be writing what the caller is about to give back.
+    while (!done() && (!world.sticky || world.running)) {
         if (polls) world.moved.wait_for(lock, std::chrono::microseconds(200));  // another process tells nobody
         else world.moved.wait(lock);
     }
@@ -448,12 +450,17 @@ int say(int error) {
     return error;
 }
 
+// For what only tells of the devices, or sets the thread's: torch's guards do that while an error unwinds the stack.
+#define THERE()                                                       \
+    do {                                                              \
+        look();                                                       \
+        if (world.forked) return say(NOT_INITIALIZED);                \
+        if (world.settings.visible.empty()) return say(NO_DEVICE);    \
+    } while (0)
 #define READY()                                                       \
     do {                                                              \
-        if (world.forked) return say(NOT_INITIALIZED);                \
+        THERE();                                                      \
         if (world.sticky) return say(world.sticky);                   \
-        if (!world.looked) look();                                    \
-        if (world.settings.visible.empty()) return say(NO_DEVICE);    \
     } while (0)
 
 // Calls that no capture allows, unless this thread has relaxed its mode: they would wait or allocate behind its back.
@@ -688,15 +695,15 @@ EXPORT const char* cudaGetErrorString(int error) {
 EXPORT int cudaRuntimeGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
 EXPORT int cudaGetDeviceCount(int* count) {
-    *count = 0;
-    READY();
+    look();
     *count = (int)world.settings.visible.size();
+    THERE();
     return SUCCESS;
 }
-EXPORT int cudaGetDevice(int* device) { READY(); *device = current; return SUCCESS; }
-static bool exists(int device) { return device >= 0 && device < (int)world.settings.visible.size(); }
+EXPORT int cudaGetDevice(int* device) { THERE(); *device = current; return SUCCESS; }
+static bool exists(int device) { look(); return device >= 0 && device < (int)world.settings.visible.size(); }
 EXPORT int cudaSetDevice(int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     current = device;
     Lock lock(world.mutex);
@@ -735,7 +742,7 @@ struct Properties {
     int multinode, reserved[56];
 };
 EXPORT int cudaGetDeviceProperties(Properties* p, int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     int physical = world.settings.visible[device];
     memset((void*)p, 0, sizeof *p);
@@ -765,7 +772,7 @@ EXPORT int cudaGetDeviceProperties(Properties* p, int device) {
     return SUCCESS;
 }
 EXPORT int cudaDeviceGetAttribute(int* value, int attribute, int device) {
-    READY();
+    THERE();
     if (!exists(device)) return say(INVALID_DEVICE);
     switch (attribute) {
         case 1: *value = 1024; break;

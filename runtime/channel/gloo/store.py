@@ -20,7 +20,7 @@ from ..library_groups import Mailbox
 
 
 class MailboxStore(Store):
-    """The part of a torch Store that gloo uses, for one group. ``tell(key, value)`` sends a value to the others."""
+    """The part of a torch Store that gloo and NCCL use, for one group. ``tell(key, value)`` sends a value to others."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class MailboxStore(Store):
         self.heard.append(blob)
         return blob
 
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether there are values for all of these keys. NCCL's watchdog asks each second."""
+        return all(self._mailbox.has(f"{self._name}/{key}") for key in keys)
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self._mailbox.get(f"{self._name}/{key}", self._over)
-
-    def check(self, keys: list[str]) -> bool:
-        """Returns whether all keys have values: NCCL's watchdog asks that all the time, and complains if it can't."""
-        return all(self._mailbox.has(f"{self._name}/{key}") for key in keys)
 
 
 def addresses_in(blobs: Sequence[bytes], hosts: Sequence[str]) -> set[tuple[str, int]]:

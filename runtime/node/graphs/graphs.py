@@ -26,7 +26,7 @@ from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
 from .. import geometry
 from ..op_fast_path import plain_path
-from ..state import NodeState
+from ..state import NodeState, in_order
 from ..store import Entry, Pending, Promise, Unmade, made, memory, seen
 from ..template import Broken, Template
 from ..warned import dropping, heard_by
@@ -253,10 +253,11 @@ class Graphs:
                 entries[ref] = entries[given]
         kept, numbers = self._begin(graph), command.numbers[: graph.numbers]
         switches = torch_switches.present() if graph.switches and role.is_node() else None
+        run = self._run if node.take_over is in_order else self._run_beside
         try:
             for step, frees in zip(graph.steps, graph.frees, strict=True):
                 if type(step) is Segment:
-                    self._run(step, numbers)
+                    run(step, numbers)
                 else:
                     self._single(step, command.transfer)  # type: ignore[arg-type]
                 for ref in frees:
@@ -332,7 +333,9 @@ class Graphs:
             new = self._awaited(ref)
             if isinstance(new, torch.Tensor):
                 if memory(new) != memory(old):
+                    self._node.take_over([old, new])
                     _fill(old, new)
+                    self._node.take_over([old])
                 store.entries[ref] = old
             elif isinstance(new, Poison):
                 self._spoil(graph, old, new)
@@ -358,7 +361,19 @@ class Graphs:
         if type(command) in _RENUMBERED:
             command = replace(command, transfer=transfer + command.transfer)  # type: ignore[union-attr]
         self._node.at = step.at
+        if self._node.take_over is not in_order:
+            self._node.take_over([self._awaited(ref) for ref in self._refs(command)[0]])
         self._one(command)
+
+    def _run_beside(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
+        """Runs a segment on a device that has other streams besides."""
+        node, entries = self._node, self._node.store.entries
+        inputs = [self._awaited(r) for r in segment.program.inputs]
+        node.take_over(inputs)
+        try:
+            self._run(segment, numbers)
+        finally:
+            node.take_over([*inputs, *map(entries.get, segment.program.outputs)])
 
     def _run(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
         node, entries = self._node, self._node.store.entries

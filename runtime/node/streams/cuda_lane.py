@@ -6,13 +6,14 @@ reads the tensor on another stream of its device has that stream wait, and has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ...channel.base import Transfer
+from ...host.cuda_devices import in_use
 from ..store import Value
 from .lane import Lane, Mark
 
@@ -24,9 +25,12 @@ class CudaMark(Mark):
         super().__init__()
         self._device = device
         self.event = torch.cuda.Event(enable_timing=timing)
+        self._idle = False  #: whether the stream had nothing more to do when the event was recorded
 
     def reach(self) -> None:
-        self.event.record(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        self._idle = bool(stream.query())  # asked first: an event takes a moment to be done even then
+        self.event.record(stream)
         super().reach()
 
     def recorded(self) -> None:
@@ -38,10 +42,14 @@ class CudaMark(Mark):
         self.event.synchronize()
 
     def is_completed(self) -> bool:
-        return super().is_completed() and bool(self.event.query())
+        return super().is_completed() and (self._idle or bool(self.event.query()))
 
     def since(self, first: Mark) -> float:
-        return first.event.elapsed_time(self.event) if isinstance(first, CudaMark) else super().since(first)
+        if not isinstance(first, CudaMark):
+            return super().since(first)
+        for mark in (first, self):
+            mark.event.synchronize()
+        return float(first.event.elapsed_time(self.event))
 
 
 class CudaLane(Lane):
@@ -50,16 +58,20 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, priority: int, *of_lane: Any) -> None:
         super().__init__(*of_lane)
         self.stream = torch.cuda.Stream(device, priority)
-        for index in range(torch.cuda.device_count()):  # after all work so far
-            self.stream.wait_stream(torch.cuda.default_stream(index))
+        self.follow_default()
 
     def join_default(self) -> None:
         """Has the default stream wait for this one: all that it is given from now on comes after this stream's work."""
         torch.cuda.default_stream(self.stream.device).wait_stream(self.stream)
 
+    def follow_default(self) -> None:
+        """Has this stream wait for all that default streams have been given so far."""
+        for index in in_use():
+            self.stream.wait_stream(torch.cuda.default_stream(index))
+
 
 @contextmanager
-def on(lane: Lane, reads: Iterator[Any], writes: Callable[[], Sequence[Value | None]]) -> Iterator[None]:
+def on(lane: Lane, reads: Iterable[Any], writes: Callable[[], Sequence[Value | None]]) -> Iterator[None]:
     """Surrounds a lane's work: issues it to the lane's stream, after the tensors ``reads`` are made.
 
     ``writes`` returns the tensors that the work has made.
@@ -68,16 +80,36 @@ def on(lane: Lane, reads: Iterator[Any], writes: Callable[[], Sequence[Value | N
         torch.cuda.stream(lane.stream) if isinstance(lane, CudaLane) else nullcontext()
     )
     with stream:
-        for tensor in reads:
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                _meet(tensor)
+        meet(reads)
         yield
-        events: dict[torch.device, tuple[Any, Any]] = {}
-        for made in writes():
-            if isinstance(made, torch.Tensor) and made.is_cuda:
-                if made.device not in events:
-                    events[made.device] = _now(torch.cuda.current_stream(made.device))
-                made._made = events[made.device]  # type: ignore[attr-defined]
+        sign(writes())
+
+
+def meet(tensors: Iterable[Any]) -> None:
+    """Orders the current streams after the streams that made these tensors, which are about to be used."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            _meet(tensor)
+
+
+def sign(tensors: Iterable[Any]) -> None:
+    """Notes with these tensors that the current streams have made them, or written them, by now."""
+    events: dict[torch.device, tuple[Any, Any]] = {}
+    for made in tensors:
+        if isinstance(made, torch.Tensor) and made.is_cuda:
+            if made.device not in events:
+                events[made.device] = _now(torch.cuda.current_stream(made.device))
+            made._made = events[made.device]  # type: ignore[attr-defined]
+
+
+def take_over(tensors: Iterable[Any]) -> None:
+    """Has the calling thread's default streams use these tensors, and whoever uses them next follow what the streams
+    have been given by then: as if they had made the tensors."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            _meet(tensor)
+            if hasattr(tensor, "_made"):
+                del tensor._made
 
 
 def wait(lane: Lane, for_: Transfer) -> None:
@@ -92,11 +124,12 @@ def wait(lane: Lane, for_: Transfer) -> None:
 def _meet(tensor: torch.Tensor) -> None:
     """Orders the current stream after the stream that made ``tensor``, which is about to be used."""
     mine, default = torch.cuda.current_stream(tensor.device), torch.cuda.default_stream(tensor.device)
-    if not hasattr(tensor, "_made"):  # made by the default stream, whose commands nobody follows without others
+    made = getattr(tensor, "_made", None)
+    if made is None:  # made by the default stream, whose commands nobody follows without others
         if mine == default:
             return
-        tensor._made = _now(default)  # type: ignore[attr-defined]
-    stream, event = tensor._made  # type: ignore[attr-defined]
+        made = tensor._made = _now(default)  # type: ignore[attr-defined]
+    stream, event = made
     if stream != mine:
         mine.wait_event(event)
         tensor.record_stream(mine)

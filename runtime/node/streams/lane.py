@@ -64,9 +64,10 @@ class Task:
         spoil: called with the cause when the task could not be done.
         sends: sends under way when it was queued; it waits for those that read memory that it writes.
         views: whether it may make, or keep, views of what it reads.
+        over: whether it has nothing left to do that takes time: its thread only has to note that it is done.
     """
 
-    __slots__ = ("keeps", "name", "outs", "reads", "run", "sends", "seq", "spoil", "views", "waits", "writes")
+    __slots__ = ("keeps", "name", "outs", "over", "reads", "run", "sends", "seq", "spoil", "views", "waits", "writes")
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Task:
         waits: Sequence[Transfer] = (),
         spoil: Callable[[Poison], None] | None = None,
         views: bool = False,
+        over: bool = False,
     ) -> None:
         self.seq = seq
         self.name = name
@@ -92,6 +94,7 @@ class Task:
         self.spoil = spoil
         self.sends: list[tuple[Entry, Transfer]] = []
         self.views = views
+        self.over = over
 
 
 class Lane(Other):
@@ -132,6 +135,10 @@ class Lane(Other):
                         self._queue.get_nowait()
                     raise
                 self._thread = thread
+
+    def is_over(self) -> bool:
+        """Returns whether nothing of what is queued is left to do. The thread may be at noting that."""
+        return all([task.over for task in list(self.order)])
 
     def end(self) -> None:
         """Has the thread end as soon as everything is done: nobody will use the lane any more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
-from ..state import NodeState
+from ..state import NodeState, in_order
 from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, release
+from ..user_functions import Outcome
 from . import cuda_lane
 from .lane import Lane, Mark, Task, Values, when_all
 
@@ -35,6 +36,8 @@ class Lanes:
         self.store.viewed = self.viewed
         self.closed = False
         self.cuda = node.cuda
+        if self.cuda:
+            node.take_over = cuda_lane.take_over
         self._all: list[Lane] = []
         #: entries that have got their values since the store was last written
         self._arrived: deque[tuple[int, Pending | Promise]] = deque()
@@ -97,7 +100,9 @@ class Lanes:
     def mark(self, lane: Lane) -> Mark:
         """Queues a mark that is reached when ``lane`` has done all that is queued on it."""
         mark = Mark()
-        self.put(lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach()))
+        self.put(
+            lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach(), over=True)
+        )
         return mark
 
     def when_done(self, then: Callable[[], None]) -> None:
@@ -116,6 +121,7 @@ class Lanes:
     def close(self) -> None:
         """Drops the queued tasks, and whoever waits for one goes on. Transfers are the channel's to end."""
         self.closed = True
+        self.node.take_over = in_order
         for lane in self._all:
             lane.end()
 
@@ -179,6 +185,7 @@ class Lanes:
             poison = Poison(e.rank, e.seq)
         except Exception as e:
             poison = tell(e)
+        task.over = True  # before anybody hears of it
         if poison is None:
             for (ref, promise), value in zip(task.outs, results, strict=True):
                 promise.keep(value)
@@ -200,7 +207,9 @@ class Lanes:
         if not self.cuda:
             return task.run(values) or ()
         results: Sequence[Value | None] = ()
-        with cuda_lane.on(lane, iter(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]):
+        with cuda_lane.on(
+            lane, _tensors(values.values()), lambda: [*results, *(values[ref] for ref, _ in task.writes)]
+        ):
             results = task.run(values) or ()
         return results
 
@@ -257,6 +266,12 @@ class Lanes:
         lane.count += 1
         if not lane.order or lane.count % OFTEN == 0:
             self.node.progress()
+
+
+def _tensors(operands: Iterable[Any]) -> Iterator[Any]:
+    """Yields the operands of a task, and of what a function has returned its tensors."""
+    for operand in operands:
+        yield from operand.tensors if isinstance(operand, Outcome) else (operand,)
 
 
 class _Closed(Exception):

@@ -7,7 +7,7 @@ are streams the default one is a lane too, except while none of the others is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from ..state import NodeState
 from ..store import Entry, Later, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
 from ..user_functions import Returned
-from .cuda_lane import CudaLane, CudaMark, keep_for_default
+from .cuda_lane import CudaLane, CudaMark, keep_for_default, on, sign
 from .events import Events
 from .lane import Lane, Results, Run, Task, Values, when_all
 from .lanes import Lanes
@@ -153,7 +153,7 @@ class Scheduler(Lanes):
         if self._taints:
             return False
         if self.cuda:
-            for tensor in map(made, self.entries.values()):
+            for tensor in (*map(made, self.entries.values()), *self.node.returned()):
                 if tensor is not None:
                     keep_for_default(tensor)
         return True
@@ -237,10 +237,14 @@ class Scheduler(Lanes):
         job, number = node.functions.claim(command), node.number
         sends = list(self.store.sending)
         held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
+        cuda = self.cuda
 
         def done(values: Callable[[int], Any]) -> Returned:
             with page.mine.function_beside(number), warned.telling(node.emit, number):
-                return job(values)
+                returned = job(values)
+            if cuda:  # before the script hears of them, which may have other streams use them
+                sign(returned[1])
+            return returned
 
         def run(values: Values) -> Results:
             if command.holds:
@@ -280,14 +284,21 @@ class Scheduler(Lanes):
     def _replay(self, lane: Lane, command: c.Replay) -> None:
         """Replays a graph in the receiving thread, in the lane's turn.
 
-        Inputs that other streams make are waited for at their use.
+        Inputs that other streams make are waited for at their use. On a device it is the default stream's.
         """
         if self._graphs.switches(command.graph):  # of the whole process
             self.wait_for(self.busy())
         sends = self._graphs.sends(command.graph)
         collective = [self._collective_lane] if self._collective_lane is not None else []
         self.wait_for([lane, *((*self._peers.values(), *collective) if sends else ())])
-        self._apply(command)
+        if not isinstance(lane, CudaLane):
+            self._apply(command)
+            return
+        lane.join_default()
+        try:
+            self._apply(command)
+        finally:
+            lane.follow_default()
 
     def _collective(self, lane: Lane, command: c.Collective) -> None:
         """Queues a collective on a lane of its own.
@@ -336,7 +347,14 @@ class Scheduler(Lanes):
         mark = self._events.new(command)
         # a transfer to the default stream delays only the commands that use its tensor; an event waits for it
         arriving = [p.transfer for p in self.store.pending.values()] if lane is self.default else []
-        self._task(lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach())
+        if lane.is_over():  # a stream that has done all says so at once
+            place: AbstractContextManager[None] = on(lane, (), list) if self.cuda else nullcontext()
+            with place:
+                when_all(arriving, mark.reach)
+            return
+        self._task(
+            lane, "Record", lambda values: when_all(arriving, mark.reach), spoil=lambda _: mark.reach(), over=True
+        )
 
     def _wait(self, lane: Lane, command: c.Wait) -> None:
         mark = self._events[command.ref]
