@@ -306,8 +306,7 @@ class Session(NamedTuple):
 def session() -> Session:
     """Returns the session of nodes on the GPUs, which the first call starts."""
     count = len(devices())
-    import disttensor as dt
-
+    dt: Any = sys.modules["disttensor"]  # as a user's script has it; it stands above all folders
     begun = time.monotonic()
     nodes = max(2, min(count, _NODES))
     try:
