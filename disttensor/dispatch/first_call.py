@@ -144,12 +144,10 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     in_place = entry.mutable and bool(entry.returned or not entry.op._schema.returns)
     recorded = route.get().recorder is not None
     lie = None if recorded or (in_place and not entry.out) else lying(entry, args, kwargs, place)
-    known = True
+    known, refused = True, False
     try:
         result = meta_inference.infer(entry.op, args_in, kwargs_in)
     except NotImplementedError:
-        if not in_place:
-            return _asked(entry, args, kwargs, place, call, out, site)
         known = False
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
@@ -157,8 +155,11 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
         taken = lie is None and entry.tried and not recorded and trial.is_taken(entry.op, args, kwargs)
         if lie is None and not taken and (entry.torchs or in_place):
             raise
-        if in_place:
-            return _written(entry, args, kwargs, place, call, out, site)
+        refused = True
+    # the node is asked outside of the handlers: its error is shown alone, and not behind the meta kernel's
+    if refused and in_place:
+        return _written(entry, args, kwargs, place, call, out, site)
+    if refused or not (known or in_place):
         return _asked(entry, args, kwargs, place, call, out, site)
     if in_place:
         reshaped = _reshaped(entry, args, kwargs, fresh)

@@ -55,6 +55,30 @@ def test_a_form_has_what_its_reader_wants(path) -> None:
     assert len({part["id"] for part in fields}) == len(fields)
 
 
+def test_a_bug_report_has_what_the_doctor_prints() -> None:
+    """And a whole traceback, as docs/DOCTOR.md asks for both."""
+    (form,) = (path.read_text() for path in FORMS if path.name == "bug.yml")
+    page = (ROOT / "docs" / "DOCTOR.md").read_text()
+    for wanted in ("python -m disttensor.doctor", "DISTTENSOR_TRACEBACK=full"):
+        assert f"`{wanted}`" in form
+        assert wanted in page
+
+
+def test_the_makefile_and_the_pages_name_one_torch() -> None:
+    """PyPI's, which all of them call the build for CUDA; and one line for the build for CPUs."""
+    makefile, readme, reference = (
+        " ".join((ROOT / name).read_text().split()) for name in ("Makefile", "README.md", "docs/REFERENCE.md")
+    )
+    (default,) = re.findall(r" TORCH \?= (torch==[\d.]+) # So many processes", makefile)  # and no index of its own
+    assert "PyPI has its build for CUDA: 2.5 GB to download" in makefile
+    assert "take PyPI's, which is for CUDA: 2.5 GB" in readme
+    assert "takes PyPI's, which is for CUDA on x86-64: 2.5 GB" in reference
+    (cpus,) = re.findall(r'# make demo TORCH="(.+?)"', makefile)
+    assert cpus == WORKFLOW["env"]["TORCH"]
+    assert cpus.startswith(f"{default} --index-url https://")
+    assert f"pip install torch{cpus.removeprefix(default)}`" in reference
+
+
 def test_the_citation() -> None:
     """The fields that its format asks for."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,6 @@ from stream_kit import held, hold, release
 
 import disttensor as dt
 from disttensor import testing
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with dt.init_master_worker(nodes=3, threads=1):
-        for node in range(3):  # connections are made at first use
-            dt.run(dt.tasks.Channel.qsize, dt.tasks.Channel(), node=node)
-            for other in range(3):
-                torch.ones(1 << 20).to(f"node:{node}").to(f"node:{other}").cpu()
-        yield
-
-
-@pytest.fixture(autouse=True)
-def calm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No error is left by a test of the module's session."""
-    yield
-    if "session" in request.fixturenames:
-        dt.synchronize()
-
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,6 @@ from equal import same
 from stream_kit import held, hold, meet, release, thread
 
 import disttensor as dt
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with dt.init_master_worker(nodes=3, threads=1):
-        for node in range(3):  # connections are made at first use
-            for other in range(3):
-                torch.ones(1 << 20).to(f"node:{node}").to(f"node:{other}").cpu()
-        yield
-
-
-@pytest.fixture(autouse=True)
-def calm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No error is left by a test of the module's session."""
-    yield
-    if "session" in request.fixturenames:
-        dt.synchronize()
 
 
 class Ledger:
