@@ -89,10 +89,13 @@ def shown(row: Row) -> str:
 
 
 def without_names(text: str) -> str:
-    """Returns a text without the user's name and home, which errors of libraries may have."""
+    """Returns a text without the user's name and home, this host's name and addresses, which errors may have."""
     home = os.path.expanduser("~")
     if home not in ("~", "/"):
         text = re.sub(rf"{re.escape(home)}(?=/|\W|$)", "~", text)
+    host = re.escape(socket.gethostname().partition(".")[0])
+    text = re.sub(rf"(\bhost |\bon |\[){host}(\.[\w-]+)*(?![\w-])", r"\1HOST", text)
+    text = re.sub(r"(?<![\w.])(?!127\.|\[::1\])(\d+(\.\d+){3}|\[[0-9a-fA-F:]+\])(?=:\d)", "ADDRESS", text)
     return re.sub(r"/(home|Users)/[^/\s'\":]+", r"/\1/USER", text)
 
 

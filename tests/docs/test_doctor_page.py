@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,22 @@ def test_a_run_finds_what_the_page_shows(tmp_path: Path) -> None:
     for name, row in found.items():
         if name not in OF_THE_MACHINE and row.state == page[name].state:
             assert shape(" ".join(doctor.shown(row)[24:].split())) == shape(page[name].found), name
+
+
+def test_an_error_does_not_name_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is what is sent to others."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "alices.lab.example")
+    monkeypatch.setenv("HOME", "/data/alice")
+    text = (
+        "NodeLost: node 1 (host alices, pid 7) is lost: [alices] no /data/alice/x, no /home/alice/y; node 0 on "
+        "alices.lab.example did not start: tcp://10.1.2.3:500 and [fe80::1]:80 fail, 127.0.0.1:5 and [::1]:5 do not; "
+        "numpy 1.2.3.4, channel all"
+    )
+    assert doctor.without_names(text) == (
+        "NodeLost: node 1 (host HOST, pid 7) is lost: [HOST] no ~/x, no /home/USER/y; node 0 on "
+        "HOST did not start: tcp://ADDRESS:500 and ADDRESS:80 fail, 127.0.0.1:5 and [::1]:5 do not; "
+        "numpy 1.2.3.4, channel all"
+    )
 
 
 def test_the_page_is_as_it_is_printed() -> None:
