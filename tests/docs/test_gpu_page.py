@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkout import ROOT, TESTS
+from checkout import ROOT
 from limits import HANG
+from sources import below
 
 from disttensor.cli import gpu_trial
 
@@ -63,7 +64,7 @@ def test_each_cell_says_what_is_there(row: list[str]) -> None:
 
 
 def test_whatever_is_marked_has_a_row() -> None:
-    files = {path for path in TESTS.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()}
+    files = {file.path for file in below("tests") if "pytest.mark.gpu" in file.text}
     marked = {str(path.relative_to(ROOT)) for path in files if "gpu" in set().union(*marks_of(path).values())}
     assert marked == {file for row in ROWS for file in named(row[1])}
     steps = {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[1].partition("the doctor's ")[2])}

@@ -11,6 +11,7 @@ import pytest
 from checkout import ROOT
 from limits import HANG
 from simcuda_kit import environment
+from sources import below
 
 pytestmark = [pytest.mark.simcuda, pytest.mark.cold]
 
@@ -35,11 +36,7 @@ def marked(text: str) -> list[str]:
 
 
 def test_all_that_is_marked_gpu_is_run_or_listed() -> None:
-    found = {
-        str(path.relative_to(ROOT)): names
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if (names := marked(path.read_text()))
-    }
+    found = {file.name: names for file in below("tests") if (names := marked(file.text))}
     assert {name for names in found.values() for name in names} == {
         name for names in RUN.values() for name in names
     } | {*NOT}
