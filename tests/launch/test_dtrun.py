@@ -430,7 +430,8 @@ with dt.init_master_worker():
     for name in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
         try: seen += open(name, "rb").read()
         except OSError: pass
-    print("secrets", len(secrets), any(s in seen for s in secrets))
+    # in one piece, as nodes' lines come between the pieces of a print where PYTHONUNBUFFERED is set
+    print(f"secrets {len(secrets)} {any(s in seen for s in secrets)}\\n", end="")
 """)
     command = [str(Path(sys.executable).with_name("dtrun")), "-n", "3", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
