@@ -174,7 +174,9 @@ def test_the_default_stream_takes_over_what_others_have_made(log: list[tuple[str
 def test_what_functions_return_is_signed_before_the_script_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     signed: list[torch.Tensor] = []
     monkeypatch.setattr(scheduler, "sign", lambda tensors: signed.extend(t.clone() for t in tensors))
-    monkeypatch.setattr(Lanes, "cuda", property(lambda lanes: True, lambda lanes, found: None), raising=False)
+    # which the lanes have still when the test is over, and the property is gone
+    yes = property(lambda lanes: True, lambda lanes, found: vars(lanes).update(cuda=found))
+    monkeypatch.setattr(Lanes, "cuda", yes, raising=False)
     s = dt.Stream(node=1)
     x = torch.ones(3, device="node:1")
     with dt.stream(s):
