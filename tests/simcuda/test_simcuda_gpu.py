@@ -26,6 +26,7 @@ NOT = {
     "test_a_training_step_on_a_device": "random numbers within a capture",
     "test_between_two_gpus": "NCCL",
     "test_nccl": "NCCL",
+    "test_real_gpus": "what GPUs a host has is asked of NVIDIA's driver files, which are not simulated",
 }
 
 _MARKED = re.compile(r"^@pytest\.mark\.gpu\b.*\n(?:@.*\n)*def (\w+)", re.M)
