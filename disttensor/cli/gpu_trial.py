@@ -274,16 +274,22 @@ def nccl() -> str:
     from ..runtime.channel.nccl.library import Communicator
 
     one = Communicator(torch.device("cuda:0"), 1, Communicator.unique_id(), 0)
-    while not one.ready():
-        time.sleep(0)
+
+    def wait(until: Callable[[], bool]) -> None:
+        while not until():
+            time.sleep(0)  # the time limit is that of the row
+
+    wait(one.ready)
     source = torch.arange(1024.0, device="cuda:0")
     summed, gathered = torch.zeros_like(source), torch.zeros_like(source)
-    one.all_reduce(source, summed, "SUM")
-    one.all_gather(source, gathered)
-    one.broadcast(source, source, 0)
-    done = one.mark()
-    while not (one.ready() and done()):
-        time.sleep(0)
+    for collective in (
+        functools.partial(one.all_reduce, source, summed, "SUM"),
+        functools.partial(one.all_gather, source, gathered),
+        functools.partial(one.broadcast, source, source, 0),
+    ):
+        collective()
+        wait(one.ready)  # NCCL refuses a call that comes before it has taken the last one
+    wait(one.mark())
     right = torch.equal(summed.cpu(), torch.arange(1024.0)) and torch.equal(gathered.cpu(), summed.cpu())
     one.abort()
     if not right:
@@ -455,7 +461,7 @@ def memory() -> str:
     except torch.OutOfMemoryError:
         pass
     else:
-        raise ArithmeticError("a tensor of 256 TiB was no error")
+        raise ArithmeticError("the node made a tensor of 256 TiB, and raised no torch.OutOfMemoryError")
     same((x + 1).sum(), torch.tensor(_COPIED / 4), "a sum after an error for want of memory")
     return (
         f"{size(free)} of {size(total)} are free; what is too large raises torch.OutOfMemoryError, and node 0 goes on"
@@ -593,7 +599,7 @@ _IPC = (
 )
 _NCCL = 'NCCL_DEBUG=WARN says what NCCL misses; `backend="auto"` and algorithm="ring" do without; ' + _REPORT
 
-#: What is tried, in this order, with the time that it may take on a machine under load: a process's first use of torch,
+#: The steps in their order, with the time that it may take on a machine under load: a process's first use of torch,
 #: CUDA and NCCL may take a minute each.
 STEPS: list[tuple[Step, Callable[[], str]]] = [
     (Step("GPUs", 180.0, _DRIVER), gpus),

@@ -29,7 +29,7 @@ WHERE = re.compile(r"In: (?P<file>\S+?\.py)(::(?P<symbol>\w+(\.\w+)*))?(, (?P<nu
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 #: What stands in lists that an edit can take parts of.
 ITEMS = (ast.stmt, ast.excepthandler, ast.match_case)
-#: What is no part of the syntax: a target and what is read are the same code.
+#: Attributes that are not part of the syntax: an assignment's target and a name that is read are the same code.
 ASIDE = ("ctx", "kind", "type_comment")
 
 
@@ -130,7 +130,7 @@ def _same(want: Any, found: Any, blocks: list[list[ast.AST]]) -> bool:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and what is below, except definitions, which are symbols of their own, and what is no code to replace."""
+    """Yields a node and those below it, except definitions, which are symbols, and parts that no edit can replace."""
     rest = [node]
     while rest:
         node = rest.pop()
@@ -200,7 +200,7 @@ class Snippet:
 
     @classmethod
     def expression(cls, text: str) -> Snippet | None:
-        """None for what is no expression; one may go over several lines without brackets around it."""
+        """Returns None for text that is not an expression; one may go over several lines without brackets around it."""
         try:
             code = Code(text.encode())
         except SyntaxError:
@@ -260,7 +260,7 @@ class Edit:
             textwrap.dedent("\n".join(line[1:] for line in lines if line[:1] != sign)).strip("\n") for sign in "+-"
         )
         if not old:
-            raise ValueError(f"{where}: there is no code to look for")
+            raise ValueError(f"{where}: the edit has no line of code to look for")
         before, after = Snippet.expression(old), Snippet.expression(new)
         expression = before is not None and after is not None
         if before is None or after is None:
@@ -371,7 +371,7 @@ class Mutant:
 
     @classmethod
     def read(cls, path: Path) -> Mutant:
-        """Raises ValueError for a file that is no mutant."""
+        """Raises ValueError for a file that is not a mutant."""
         try:
             return cls._parse(path.stem, path.read_text())
         except ValueError as error:
@@ -391,7 +391,7 @@ class Mutant:
             raise ValueError('it needs one line "What: ...", lines "Red: ..." and "In: ..." with an edit below')
         for test in said["Red"]:
             if "::" not in test:
-                raise ValueError(f"{test} is no test's id")
+                raise ValueError(f"{test} is not a test's id")
         parsed = tuple(map(Edit.parse, edits))
         for edit in parsed:
             if not PRODUCT.match(edit.file):

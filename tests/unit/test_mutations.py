@@ -212,7 +212,7 @@ def test_one_that_shares_its_line() -> None:
     [
         ("In: runtime/a.cc\n-a\n+b", 'a line "In: FILE.py::SYMBOL"'),
         ("In: runtime/a.py\nab\n+b", "not as 'ab'"),
-        ("In: runtime/a.py\n+b", "there is no code to look for"),
+        ("In: runtime/a.py\n+b", "the edit has no line of code to look for"),
         ("In: runtime/a.py\n-f(a)\n+f( a )  # other", "the code after is the code before"),
         ("In: runtime/a.py\n-a b\n+c", "this is not an expression, nor statements, nor clauses"),
         ("In: runtime/a.py\n-else:\n-    a\n+c", "this is not an expression"),

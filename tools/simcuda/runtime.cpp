@@ -282,7 +282,7 @@ void look() {
     if (world.looked) return;
     world.settings.visible.clear();
     see();
-    for (int d = 0; d < MOST_DEVICES; d++)  // another process's address is none here
+    for (int d = 0; d < MOST_DEVICES; d++)  // an address of another process is not one of this process
         world.next[d] = WINDOW + d * REGION + (uint64_t)(getpid() % 512) * (uint64_t(1) << 30);
     world.looked = true;
 }
