@@ -137,6 +137,8 @@ class Scan(ast.NodeVisitor):
                 return found if isinstance(index, ast.Slice) and found != ONE else inside(found) or inside(found, UNDER)
             case ast.IfExp(body=body, orelse=other):
                 return min(filter(None, (self.of(body), self.of(other))), key=len, default=OTHER)
+            case ast.Starred(value=whole):
+                return inside(self.of(whole))
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 found = min(filter(None, map(self.of, elements)), key=len, default=OTHER)
                 return EACH + found if found else OTHER
@@ -306,6 +308,7 @@ def test_no_code_asks_a_tensor_for_truth_length_or_equality() -> None:
 ASKING = {
     "table": "for k, t in table(entry).items():\n    if t: use(k)",
     "filter": "for t in filter(None, map(made, entries.values())): use(t)",
+    "filter of several": "for t in filter(None, (*map(made, entries.values()), *others)): use(t)",
     "if": "if made(entry): use(entry)",
     "or": "t = made(entry) or other",
     "not": "t = made(entry)\nif not t: use(t)",
