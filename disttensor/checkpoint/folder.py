@@ -4,7 +4,7 @@
     __0_4f1c2a90_0.distcp       torch's: what node 0 has written, in the save with this number; "s" is the script
     hashes_4f1c2a90.json        the hash of each shard, and of .metadata
     .saving_4f1c2a90/           there while that save is under way: it may become the checkpoint
-    .saver                      whose turn it is to save (turn.py)
+    .saver/                     whose turn it is to save (turn.py)
 
 All names but the first hold the number of the save, so that the files of a former checkpoint stay as they are until
 the rename of ``.metadata``: before it the former one is the checkpoint, from then on the new one. What a save that was
@@ -213,7 +213,7 @@ class Folder:
     def _remove(self, name: str) -> None:
         path = self._at(name)
         with suppress(OSError):
-            if not name.startswith((".saving_", ".swept_")):
+            if not name.startswith((".saving_", ".swept_", ".saver_")):
                 self._disk.unlink(path)
                 return
             for each in self._disk.listdir(path):

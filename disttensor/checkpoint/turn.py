@@ -1,10 +1,16 @@
 """Whose turn it is to save into a folder: one save at a time has it, whichever thread, process or host it is of.
 
-    .saver          of the save that has its turn: who it is. Locked by it (flock), and touched every few seconds
+    .saver/4f1c2a90     the claim of the save with this number, which has its turn: who it is. Touched every few seconds
+    .saver_4f1c2a90/    there while that save tries: what becomes .saver
 
-A save that can lock it has its turn, and keeps it until its process ends. Where the file system has no locks, a save
-that has made the file (O_EXCL) has its turn, until it has not touched it for a minute: then it stands still or is gone,
-and the next one takes its place. The time is that of the file system's host, which has one clock.
+A claim lies in a folder, for two steps that only one of many can do, whatever the others do meanwhile: the rename of a
+folder to ``.saver`` fails while another claim lies in it, and a claim is removed by the number of its save. So a save
+that stood still after it had found a claim to be over never takes away the next one. (One file with a name that all
+know can't have that: it may be another one's between the look and the removal.)
+
+A claim is over when its process has ended. Where the file system has locks (flock) the claim is locked as long as that
+lives; elsewhere the claim is over when it was not touched for a minute: its save stands still or is gone. The time is
+that of the file system's host, which has one clock.
 
 No checkpoint depends on it: ``folder.py`` refuses a save that has lost its turn when it is to become the checkpoint.
 """
@@ -13,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,16 +31,16 @@ from ..runtime.process.signals import uninterrupted
 
 NAME = ".saver"
 
-#: Seconds between two touches, and those after which a save that has not touched its file has lost its turn.
+#: Seconds between two touches, and those after which a save that has not touched its claim has lost its turn.
 TOUCH, OLD = 5.0, 60.0
 #: The same where its lock is ours: it has ended, unless the file system's locks are each host's own and both have it.
 OLD_UNLOCKED = 3 * TOUCH
-#: Seconds between two looks at another one's file; and those for which one that is empty may be about to be written.
-LOOK, BEGINS = 0.5, 2.0
+#: Seconds between two looks at another one's claim.
+LOOK = 0.5
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The save that has its turn, as its file says. ``locked``: whether it could lock the file."""
+    """The save that has its turn, as its claim says. ``locked``: whether it could lock the claim."""
 
     number: str
     process: Process
@@ -44,7 +49,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class _Seen(NamedTuple):
-    """Another one's file, as it was at a look. ``ahead``: by how much the file system's clock is ahead of ours."""
+    """Another one's claim, as it was at a look. ``ahead``: by how much the file system's clock is ahead of ours."""
 
     owner: Owner | None
     touched: float
@@ -58,39 +63,38 @@ class Turn:
     def __init__(self, folder: str, number: str, disk: Disk) -> None:
         self._folder, self._number, self._disk = folder, number, disk
         self._path = os.path.join(folder, NAME)
-        self._descriptor: int | None = None
-        self._locked = False
-        self._guard = threading.Lock()  #: held while the descriptor is used beside the save, or given up
+        self._claim = os.path.join(self._path, number)
+        self._has_it = False
+        self._descriptor: int | None = None  #: of the claim, while its lock is ours
         self._end_touching: Callable[[], None] = lambda: None
 
     def take(self) -> None:
         """Takes the turn. Raises OSError: EBUSY, naming the one that has it; FileNotFoundError where the folder is not
         there."""
         seen: _Seen | None = None
-        while (found := self._try(seen)) is not self:
-            if found is not None:
+        while not self._has_it:
+            seen = self._try(seen)
+            if seen is not None:
                 self._disk.sleep(LOOK)
-            seen = found  # type: ignore[assignment]
+        self._touch()  # it may have stood still since the claim was written
         self._end_touching = self._disk.repeat(TOUCH, self._touch)
 
     def end(self) -> None:
         """Gives the turn back, if it was taken. Twice is fine."""
         self._end_touching()
-        with self._guard:
-            descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        with suppress(OSError):
-            if self._disk.is_at(descriptor, self._path):
-                if self._locked:  # nobody else takes it
-                    self._disk.unlink(self._path)
-                else:
-                    self._take_away(decode_owner(self._disk.read(descriptor, 4096)))
-        self._disk.unlock(descriptor)
-        self._disk.close(descriptor)
+        has_it, self._has_it = self._has_it, False
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:  # first: NFS keeps a file that is open, by another name
+            self._disk.unlock(descriptor)
+            self._disk.close(descriptor)
+        if has_it:
+            with suppress(OSError):
+                self._disk.unlink(self._claim)
+                self._disk.rmdir(self._path)
 
     def forked(self) -> None:
         """Lets go of what a forked child has of it: the lock would outlive the parent."""
+        self._has_it = False
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -98,58 +102,87 @@ class Turn:
     # ---- one try -----------------------------------------------------------------------------------------------------
 
     @uninterrupted
-    def _try(self, seen: _Seen | None) -> Turn | _Seen | None:
-        """Returns itself with the turn, what is to be looked at again, or None where something has changed since."""
+    def _try(self, seen: _Seen | None) -> _Seen | None:
+        """Takes the turn, if nobody has it; returns what is to be looked at again, or None where something changes."""
+        for claim in self._claims():
+            return self._look_at(claim, seen)
+        disk, descriptor = self._disk, self._make()
+        try:
+            locked = disk.lock(descriptor) is True
+            owner = Owner(self._number, disk.process(), time.time(), locked)
+            disk.write_all(descriptor, msgspec.json.encode(owner))
+            try:
+                disk.rename(self._aside, self._path)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    return None  # another one was first
+                raise
+            # Not there where the sweep of another save took it out of its folder before the rename.
+            self._has_it = disk.is_at(descriptor, self._claim)
+            if self._has_it and locked:
+                self._descriptor = descriptor
+            return None
+        finally:
+            if self._descriptor is None:
+                disk.close(descriptor)
+            self._clear()
+
+    def _claims(self) -> list[str]:
+        """Returns the paths of the claims: one, or none."""
+        try:
+            return [os.path.join(self._path, name) for name in self._disk.listdir(self._path)]
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:  # the claim of an earlier version
+            return [self._path]
+
+    @property
+    def _aside(self) -> str:
+        return f"{self._path}_{self._number}"
+
+    def _make(self) -> int:
+        """Makes a claim aside, and returns its descriptor. Raises FileNotFoundError also where another save's sweep has
+        removed its folder."""
+        mode = self._disk.shared(self._folder)
+        self._disk.mkdir(self._aside, mode | (mode & 0o444) >> 2)
+        try:
+            return self._disk.open(os.path.join(self._aside, self._number), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        except BaseException:
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Removes what is aside."""
+        with suppress(OSError):  # after a rename it is not there
+            self._disk.unlink(os.path.join(self._aside, self._number))
+        with suppress(OSError):
+            self._disk.rmdir(self._aside)
+
+    def _look_at(self, claim: str, seen: _Seen | None) -> _Seen | None:
+        """Looks at another one's claim, and removes it if that one's turn is over. Raises OSError (EBUSY)."""
         disk = self._disk
-        descriptor, made = self._open()
-        kept = False
+        try:
+            descriptor = disk.open(claim, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
         try:
             locked = disk.lock(descriptor)
-            if not disk.is_at(descriptor, self._path):
-                return None  # it was removed, or is another one's by now
-            if locked is False or not made:
-                owner = decode_owner(disk.read(descriptor, 4096))
-                found = self._look(owner, locked, descriptor, seen)
-                if isinstance(found, _Seen):
-                    return found
-                if locked is None:
-                    self._take_away(owner, found)
-                    return None
-                disk.truncate(descriptor)
-            self._locked = locked is True
-            self._write(descriptor)
-            self._descriptor, kept = descriptor, True
-            return self
+            found = self._look(decode_owner(disk.read(descriptor, 4096)), locked, descriptor, seen)
         finally:
-            if not kept:
-                disk.close(descriptor)
+            disk.close(descriptor)
+        if found is None:
+            with suppress(FileNotFoundError):
+                disk.unlink(claim)
+        return found
 
-    def _open(self) -> tuple[int, bool]:
-        while True:
-            flags = os.O_RDWR | os.O_NOFOLLOW
-            try:
-                return self._disk.open(
-                    self._path, flags | os.O_CREAT | os.O_EXCL, self._disk.shared(self._folder)
-                ), True
-            except FileExistsError:
-                with suppress(FileNotFoundError):
-                    return self._disk.open(self._path, flags), False
+    def _look(self, owner: Owner | None, locked: bool | None, descriptor: int, seen: _Seen | None) -> _Seen | None:
+        """Returns what is seen of one that may have its turn, or None where that is over. Raises OSError (EBUSY).
 
-    def _write(self, descriptor: int) -> None:
-        owner = Owner(self._number, self._disk.process(), time.time(), self._locked)
-        self._disk.write_all(descriptor, msgspec.json.encode(owner))
-
-    def _look(self, owner: Owner | None, locked: bool | None, descriptor: int, seen: _Seen | None) -> _Seen | float:
-        """Returns what is seen of one that may have its turn; where that is over, when its file was touched last.
-
-        Raises OSError (EBUSY). Whatever time passes between any two calls, none seems older than it is.
+        Whatever time passes between any two calls, none seems older than it is.
         """
-        disk = self._disk
         if locked is False:  # it lives
-            seen = seen or _Seen(None, 0.0, disk.clock(), 0.0)
-            if owner is not None or disk.clock() - seen.first > BEGINS:
-                raise self._busy(owner)
-            return seen
+            raise self._busy(owner)
+        disk = self._disk
         mine, limit, here = disk.process(), OLD, False
         if owner is not None:
             here = bool(mine.boot) and owner.process.boot == mine.boot
@@ -157,61 +190,40 @@ class Turn:
         now = disk.clock()
         touched = disk.time_of(descriptor)
         if locked and owner is None:
-            return touched  # it has ended before it had written its name
+            return None  # it says nothing: it is none of a save that lives
         if owner is not None:
             if locked and owner.locked:
                 if _kernel(owner.process) == _kernel(mine) != "":
-                    return touched
+                    return None
                 limit = OLD_UNLOCKED
             elif here and not disk.lives(owner.process):
-                return touched
+                return None
         if now + ahead - touched >= limit:
-            return touched
+            return None
         if here or (seen is not None and (owner, touched) != (seen.owner, seen.touched)):
             raise self._busy(owner)
         return seen or _Seen(owner, touched, now, ahead)
 
     def _ahead(self) -> float:
         """Returns by how much the file system's clock is ahead of ours, or less."""
-        disk, path = self._disk, self._aside
-        descriptor = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        descriptor = self._make()
         try:
-            disk.touch(descriptor)
-            return disk.time_of(descriptor) - disk.clock()
+            self._disk.touch(os.path.join(self._aside, self._number))
+            return self._disk.time_of(descriptor) - self._disk.clock()
         finally:
-            disk.close(descriptor)
-            with suppress(FileNotFoundError):
-                disk.unlink(path)
-
-    @property
-    def _aside(self) -> str:
-        return f"{self._path}_{self._number}"
-
-    def _take_away(self, owner: Owner | None, touched: float | None = None) -> None:
-        """Removes the file of a save that was not touched since then, and no other's: of two that do it one has it."""
-        disk = self._disk
-        with suppress(FileNotFoundError):
-            disk.rename(self._path, self._aside)
-            descriptor = disk.open(self._aside, os.O_RDONLY)
-            try:
-                found = decode_owner(disk.read(descriptor, 4096)), disk.time_of(descriptor)
-            finally:
-                disk.close(descriptor)
-            if found[0] != owner or touched not in (None, found[1]):  # another one has it meanwhile, or it lives
-                with suppress(OSError):
-                    disk.link(self._aside, self._path)
-            disk.unlink(self._aside)
+            self._disk.close(descriptor)
+            self._clear()
 
     def _touch(self) -> None:
-        with self._guard, suppress(OSError):
-            if self._descriptor is not None:
-                self._disk.touch(self._descriptor)
+        with suppress(OSError):
+            self._disk.touch(self._claim)
 
     def next(self) -> str:
         """Returns who has the turn now, in words."""
         owner = None
         with suppress(OSError):
-            owner = decode_owner(self._disk.read_file(self._path))
+            for claim in self._claims():
+                owner = decode_owner(self._disk.read_file(claim))
         return self._words(owner) if owner is not None and owner.number != self._number else "another save"
 
     def _words(self, owner: Owner) -> str:

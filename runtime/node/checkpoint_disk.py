@@ -47,11 +47,12 @@ class Disk:
         make_private_folder(path)
         return not there
 
-    def mkdir(self, path: str) -> None:
-        """Makes a folder of mode 0700."""
-        os.mkdir(path, 0o700)
-        if os.stat(path).st_mode & 0o700 != 0o700:  # the umask has taken even this user's rights
-            os.chmod(path, 0o700)
+    def mkdir(self, path: str, mode: int = 0o700) -> None:
+        """Makes a folder of this mode, whatever the umask."""
+        os.mkdir(path, mode)
+        made = stat.S_IMODE(os.stat(path).st_mode)
+        if made & 0o777 != mode:
+            os.chmod(path, made & ~0o777 | mode)  # the folder above may have given it its group
 
     def rmdir(self, path: str) -> None:
         """Removes an empty folder."""
@@ -76,10 +77,6 @@ class Disk:
     def rename(self, path: str, to: str) -> None:
         """Gives a file or folder another name; a file that has this name already is replaced."""
         os.replace(path, to)
-
-    def link(self, path: str, to: str) -> None:
-        """Gives a file a second name. Raises FileExistsError."""
-        os.link(path, to)
 
     def unlink(self, path: str) -> None:
         """Removes a file."""
@@ -170,9 +167,9 @@ class Disk:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def touch(self, descriptor: int) -> None:
-        """Has the time of an open file be now."""
-        os.utime(descriptor)
+    def touch(self, path: str) -> None:
+        """Has the time of a file be now."""
+        os.utime(path)
 
     def time_of(self, descriptor: int) -> float:
         """Returns when an open file was written or touched, by the clock of the file system's host."""

@@ -117,8 +117,8 @@ class ModelDisk(Disk):
             self._now(descriptor)
         return descriptor
 
-    def _now(self, descriptor: int) -> None:
-        os.utime(descriptor, (self._world.now, self._world.now))
+    def _now(self, file: int | str) -> None:
+        os.utime(file, (self._world.now, self._world.now))
 
     def close(self, descriptor: int) -> None:
         self._actor.closed(descriptor)
@@ -139,20 +139,18 @@ class ModelDisk(Disk):
         super().truncate(descriptor)
         self._now(descriptor)
 
-    def touch(self, descriptor: int) -> None:
-        self._now(descriptor)
+    def touch(self, path: str) -> None:
+        self._now(path)
 
     def rename(self, path: str, to: str) -> None:
         super().rename(path, to)
-        if path.endswith("/.saver"):
-            self._world.having.pop(self._actor, None)
         if to.endswith("/.metadata"):
             self._world.became(self._actor)
         self._world.check(f"{self._actor.name} has renamed {path} to {to}")
 
     def unlink(self, path: str) -> None:
         super().unlink(path)
-        if path.endswith("/.saver"):
+        if "/.saver/" in path:
             self._world.having.pop(self._actor, None)
         self._world.check(f"{self._actor.name} has removed {path}")
 
@@ -171,7 +169,7 @@ class ModelDisk(Disk):
         return True
 
     def unlock(self, descriptor: int) -> None:
-        pass  # it is closed at once
+        self._world.having.pop(self._actor, None)  # it is closed at once
 
     def clock(self) -> float:
         return self._world.now + (500.0 if self._actor.process.host == "a" else 0.0)  # each host has its own

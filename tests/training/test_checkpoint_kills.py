@@ -169,8 +169,12 @@ def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.fault(47)
 def test_the_end_of_a_session_raises_what_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
     def full(source: str, target: str) -> None:
-        raise OSError(28, "No space left on device")
+        if target.endswith(".metadata"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left") as raised, threads():

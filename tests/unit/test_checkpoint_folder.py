@@ -141,9 +141,15 @@ def owner(path: Path, **changes: Any) -> None:
         **{name: changes.pop(name) for name in ("host", "boot", "pid") if name in changes}
     )
     who = Owner("0123abcd", process, 0.0, **{"locked": False, **changes})
-    path.mkdir(exist_ok=True)
-    (path / ".saver").write_bytes(msgspec.json.encode(who))
+    claim(path, msgspec.json.encode(who))
     (path / ".saving_0123abcd").mkdir()
+
+
+def claim(path: Path, data: bytes) -> Path:
+    """Writes the claim of a save."""
+    (path / ".saver").mkdir(parents=True, exist_ok=True)
+    (path / ".saver" / "0123abcd").write_bytes(data)
+    return path / ".saver" / "0123abcd"
 
 
 class Waiting(Disk):
@@ -196,9 +202,8 @@ def test_one_of_another_host_that_is_heard_of(tmp_path: Path, monkeypatch: pytes
     ):
         begun(tmp_path / "c", disk)
     assert raised.value.errno == errno.EBUSY
-    assert (tmp_path / "c" / ".saver").exists()
+    assert (tmp_path / "c" / ".saver" / "0123abcd").exists()
     assert disk.waited < 5
-    (tmp_path / "c" / ".saver").unlink()
     owner(tmp_path / "d", host="\x1b[2J", boot="another")
     folder = Folder(tmp_path / "d", disk)
     assert "\x1b" not in folder._turn.next()
@@ -206,10 +211,94 @@ def test_one_of_another_host_that_is_heard_of(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"number": 1}', b"\xff" * 5000])
 def test_a_file_that_says_nothing(text: bytes, tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / ".saver").write_bytes(text)
+    claim(tmp_path / "c", text)
     saved(tmp_path / "c")
     assert read(tmp_path / "c")[0] == b"data"
+    assert len(os.listdir(tmp_path / "c")) == 3
+
+
+class Between(Disk):
+    """A disk on which something happens when a claim was looked at, and something else when it was to be removed."""
+
+    def __init__(self, claim: Path, looked: Callable[[], None], removed: Callable[[], None]) -> None:
+        self._claim, self._looked, self._removed = str(claim), looked, removed
+        self.times = 0
+
+    def close(self, descriptor: int) -> None:
+        its = self.is_at(descriptor, self._claim)
+        super().close(descriptor)
+        if its:
+            self.times += 1
+            self._looked()
+
+    def unlink(self, path: str) -> None:
+        try:
+            super().unlink(path)
+        finally:
+            if "/.saver/" in path:
+                self.times += 1
+                self._removed()
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOLCK])
+def test_a_claim_that_follows_an_old_one_is_not_taken_away(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save stands still when it has found another one's claim to be over; meanwhile a third save takes that one's
+    place, and keeps its turn."""
+    owner(tmp_path / "c", host="far", boot="another")
+    os.utime(tmp_path / "c" / ".saver" / "0123abcd", (1, 1))
+    with no_locks(monkeypatch, code):
+        first: list[Folder] = []
+
+        def refused(disk: Disk = DISK) -> None:
+            with pytest.raises(OSError, match="another thread of this script, since") as raised:
+                begun(tmp_path / "c", disk)
+            assert raised.value.errno == errno.EBUSY
+
+        claim = tmp_path / "c" / ".saver" / "0123abcd"
+        late = Between(claim, lambda: first.append(begun(tmp_path / "c")), refused)
+        refused(late)
+        assert late.times == 2
+        committed(first[0], b"first")
+    assert read(tmp_path / "c")[0] == b"first"
+    assert len(os.listdir(tmp_path / "c")) == 3
+
+
+def test_a_claim_that_a_sweep_has_emptied_is_none(tmp_path: Path) -> None:
+    """A save removes what others have left; of one that is about to take its turn it may remove the claim, so that what
+    becomes .saver is an empty folder. That is no turn, and it keeps nobody from it."""
+
+    class Swept(Disk):
+        def rename(self, path: str, to: str) -> None:
+            if to.endswith("/.saver") and not emptied:
+                emptied.extend(os.listdir(path))
+                os.unlink(os.path.join(path, emptied[0]))
+            super().rename(path, to)
+
+    emptied: list[str] = []
+    folder = begun(tmp_path / "c", Swept())
+    assert len(emptied) == 1
+    assert os.listdir(tmp_path / "c" / ".saver") == emptied
+    committed(folder)
+    assert len(os.listdir(tmp_path / "c")) == 3
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_claim_of_an_earlier_version(lives: bool, tmp_path: Path) -> None:
+    """It was a file, not a folder."""
+    (tmp_path / "c").mkdir()
+    old = Owner("0123abcd", DISK.process()._replace(host="far", boot="another", pid=77), 0.0, True)
+    (tmp_path / "c" / ".saver").write_bytes(msgspec.json.encode(old))
+    with open(tmp_path / "c" / ".saver") as file:
+        if lives:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(OSError, match="by process 77 on host far, since"):
+                begun(tmp_path / "c")
+            return
+        os.utime(file.fileno(), (1, 1))
+        saved(tmp_path / "c")
+    assert len(os.listdir(tmp_path / "c")) == 3
 
 
 def test_one_that_has_lost_its_turn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +306,8 @@ def test_one_that_has_lost_its_turn_is_told(tmp_path: Path, monkeypatch: pytest.
     with no_locks(monkeypatch, errno.ENOLCK):
         first = begun(tmp_path / "c")
         written = wrote(first, b"first")
-        os.utime(tmp_path / "c" / ".saver", (1, 1))
+        (old,) = (tmp_path / "c" / ".saver").iterdir()
+        os.utime(old, (1, 1))
         second = begun(tmp_path / "c")
         with pytest.raises(
             OSError, match=r"has lost its turn to write .*another thread of this script, since"
@@ -371,9 +461,16 @@ def test_what_is_not_a_file_is_not_waited_for(make: Callable[[Path], None], tmp_
         else:
             (path / name).unlink()
         os.rename(tmp_path / "away", path / name)
-    make(path / ".saver")
-    with pytest.raises(OSError, match=r"\.saver"):
-        begun(path)
+    for name in (".saver", ".saver/0123abcd"):
+        make(path / name)
+        if (path / ".saver").is_dir() and name == ".saver":
+            saved(path)  # an empty folder claims nothing
+            (path / ".saver").mkdir()
+            continue
+        with pytest.raises(OSError, match=r"\.saver"):
+            begun(path)
+        (path / name).unlink() if not (path / name).is_dir() else (path / name).rmdir()
+        (path / ".saver").mkdir(exist_ok=True)
     assert read(path)[0] == b"data"
 
 
@@ -394,7 +491,12 @@ def test_it_is_this_users_alone_unless_its_folder_says_otherwise(umask: int, tmp
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         for folder, file in ((0o750, 0o640), (0o755, 0o644), (0o2770, 0o640), (0o777, 0o644)):
             path.chmod(folder)
-            saved(path)
+            save = begun(path)
+            (claim,) = (path / ".saver").iterdir()
+            # who may write to the folder may take over what a killed save has left
+            assert stat.S_IMODE((path / ".saver").stat().st_mode) & 0o777 == folder & 0o777
+            assert stat.S_IMODE(claim.stat().st_mode) == 0o600 | folder & 0o066
+            committed(save)
             assert set(modes(path).values()) == {folder, file}
     finally:
         os.umask(before)
