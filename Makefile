@@ -21,7 +21,7 @@ RAY_VENV ?= .venv-ray
 # An environment with torch's CUDA build, which is made once and kept.
 SIMCUDA_VENV ?= .venv-simcuda
 
-.PHONY: demo dev check unit test slow gpu fuzz chaos kills soak mutants flaked versions netns mpi slurm ssh ray simcuda simcuda-smoke bench docs clean
+.PHONY: demo dev check unit test slow gpu fuzz chaos kills soak mutants flaked versions netns mpi slurm ssh ray simcuda simcuda-smoke simcuda-mutants bench docs clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -145,6 +145,9 @@ simcuda:
 
 simcuda-smoke:
 	tools/ci/simcuda.sh $(SIMCUDA_VENV) "simcuda and not slow"
+# Waits, events and guards of streams and devices deleted, one after the other; `make simcuda-smoke` makes the environment.
+simcuda-mutants: simcuda-smoke
+	$(SIMCUDA_VENV)/bin/python tools/ci/cuda_mutants.py
 
 bench: dev
 	$(BIN)/python tools/bench/all.py

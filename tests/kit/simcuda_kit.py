@@ -34,7 +34,8 @@ def environment(kernels: bool, **settings: object) -> dict[str, str]:
         kernels: whether torch's operators are replaced where it imports torch.
         settings: ``devices=2`` is SIMCUDA_DEVICES.
     """
-    said = {f"SIMCUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    said = {"SIMCUDA_SEED": os.environ["SIMCUDA_SEED"]} if "SIMCUDA_SEED" in os.environ else {}
+    said |= {f"SIMCUDA_{name.upper()}": str(value) for name, value in settings.items()}
     said["LD_PRELOAD"] = libraries()
     paths = [str(ROOT), str(ROOT / "tests" / "kit")]
     if kernels:

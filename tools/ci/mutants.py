@@ -61,8 +61,8 @@ class Copy:
         self._report = folder / "report.xml"
         self._log = folder / "log"
         folder.mkdir()
-        self._env = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTEST_"))}
-        self._env.update(PYTHONPATH=str(self.path), GIT_CEILING_DIRECTORIES=str(folder))
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "PYTEST_"))}
+        self.env.update(PYTHONPATH=str(self.path), GIT_CEILING_DIRECTORIES=str(folder))
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.check_output(listing, cwd=root, text=True).split("\0"):
             if name and os.path.lexists(root / name):
@@ -73,7 +73,7 @@ class Copy:
         """Raises NoProofError unless programs import the copy: another tree may be installed."""
         program = "import disttensor, dtrun; print(disttensor.__file__, dtrun.__file__, sep='\\n')"
         said = subprocess.run(
-            [sys.executable, "-c", program], cwd=self.path.parent, env=self._env, capture_output=True, text=True
+            [sys.executable, "-c", program], cwd=self.path.parent, env=self.env, capture_output=True, text=True
         )
         if said.returncode or any(not Path(file).is_relative_to(self.path) for file in said.stdout.split()):
             raise NoProofError(f"the copy in {self.path} is not what is imported: {said.stdout}{said.stderr}")
@@ -107,7 +107,7 @@ class Copy:
             process = subprocess.Popen(
                 command,
                 cwd=self.path,
-                env=self._env,
+                env=self.env,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -118,7 +118,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 raise NoProofError(f"the run did not end within {limit} s\n{self._tail()}") from None
             finally:
-                self._end(process)
+                self.end(process)
         if code not in (0, 1) or not self._report.exists():
             raise NoProofError(f"pytest ended with code {code}\n{self._tail()}")
         cases = [(_id(case), case) for case in ElementTree.parse(self._report).iter("testcase")]
@@ -133,7 +133,7 @@ class Copy:
     def _tail(self) -> str:
         return "\n".join(f"    {line}" for line in self._log.read_text(errors="replace").splitlines()[-40:])
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def end(self, process: subprocess.Popen[bytes]) -> None:
         """Kills what a run has left, in sessions of its own too: all that knows the copy."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
