@@ -188,6 +188,9 @@ class _Mapping:
         self._running: dict[int, tuple[Submitted[Any], int, tuple[Any, ...], int]] = {}  #: by number
         self._ended = deque[int]()  #: numbers, appended in any thread
         self._done: dict[int, Any] = {}  #: results that were not taken
+        #: what has failed and was not raised, with its item and the retries that are left. An error that was asked for
+        #: counts as raised, so it is asked for in its turn: until then it may be an argument's, which others raise
+        self._failed: dict[int, tuple[Submitted[Any], tuple[Any, ...], int]] = {}
         self._next, self._taken, self._all = 0, 0, False
         self._waiting: Request | None = None
 
@@ -199,7 +202,7 @@ class _Mapping:
                 self._taken += 1
                 yield self._done.pop(number)
         finally:
-            for work, *_ in self._running.values():
+            for work in [each[0] for each in self._running.values()] + [each[0] for each in self._failed.values()]:
                 work.abandon()
 
     def _feed(self) -> bool:
@@ -230,7 +233,7 @@ class _Mapping:
                 continue
             self._running[number] = work, node, item, left
             work.tell(partial(self._end, number))
-        return bool(self._running or self._done or self._again)
+        return bool(self._running or self._done or self._failed or self._again)
 
     def _end(self, number: int) -> None:  # called in any thread
         self._ended.append(number)
@@ -239,36 +242,43 @@ class _Mapping:
 
     def _take(self, wanted: int | None = None) -> int:
         """Waits until a result is there (``wanted``: that of this number); returns its number, having fed nodes
-        meanwhile."""
-        while not (wanted in self._done if wanted is not None else self._done):
+        meanwhile. Raises the error with which it has ended."""
+        while True:
+            there = next(iter([*self._failed, *self._done]), None) if wanted is None else wanted
+            if there in self._done:
+                return there
+            if there in self._failed:
+                self._fail(there, *self._failed.pop(there))  # before others begin
+                self._feed()
             while not self._ended:
                 self._wait()
             number = self._ended.popleft()
-            work, node, item, left = self._running.pop(number)
-            self._slots.give_back(node)
-            error = work.exception()
-            if isinstance(error, NodeLost) and left > 0:
-                self._lost(error, number, item, left)
-            else:
-                failed = error is not None
-                self._done[number] = error if failed else work.result()
-                del work, error  # as in _raise
-                if failed and wanted in (None, number):
-                    self._raise(number)  # before others begin
-            self._feed()
-        number = next(iter(self._done)) if wanted is None else wanted
-        if isinstance(self._done[number], Exception):
-            self._raise(number)
-        return number
+            if self._end_of(number) or wanted not in (None, number):
+                self._feed()
 
-    def _raise(self, number: int) -> None:
-        error = self._done.pop(number)
-        if isinstance(error, NodeLost):
-            advise_retries(error, "map", f"item {number}")
+    def _end_of(self, number: int) -> bool:
+        """Takes note of the end of an item. Returns False for one whose error is to be raised in its turn."""
+        work, node, item, left = self._running.pop(number)
+        self._slots.give_back(node)
+        if work.returned() and work.exception() is None:
+            self._done[number] = work.result()
+        elif left > 0 and work.lost():
+            self._fail(number, work, item, left)
+        else:
+            self._failed[number] = work, item, left
+            return False
+        return True
+
+    def _fail(self, number: int, work: Submitted[Any], item: tuple[Any, ...], left: int) -> None:
+        """Raises the error with which an item has ended; or notes a loss that others may make good."""
+        error = work.exception()
+        assert error is not None
         try:
-            raise error
+            if not isinstance(error, NodeLost):
+                raise error
+            self._lost(error, number, item, left)
         finally:
-            del error  # its frames would have it, and keep a user's tensors until the collector comes
+            del error, work  # its frames would have it, and keep a user's tensors until the collector comes
 
     def _lost(self, error: NodeLost, number: int, item: tuple[Any, ...], left: int) -> None:
         if left <= 0:

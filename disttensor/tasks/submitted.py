@@ -14,7 +14,7 @@ from ..dispatch.call_site import here
 from ..errors.missing import advised
 from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
-from ..runtime.master.failures import Site
+from ..runtime.master.failures import Failure, Site
 from ..runtime.master.requests import Request, Told
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
@@ -222,11 +222,17 @@ class _Part:
 
     def unheard(self, session: Session) -> None:
         """Keeps an error with which the function itself has ended from being raised by a later synchronization."""
+        failure = self.failure(session)
+        # one of another node, or that was issued as something else, is that of an argument
+        its_own = failure is not None and failure.rank == self.call.place.node
+        if failure is not None and its_own and self.call.issued_as(failure.told.op, failure.site):
+            failure.observed = True
+
+    def failure(self, session: Session) -> Failure | None:
+        """Returns the failure with which it has ended, where that was told. It is not raised by that: an error that is
+        asked for counts as raised, and ``dt.synchronize()`` is silent about it."""
         reply = self.request.reply
-        if isinstance(reply, c.Poisoned) and reply.rank == self.call.place.node:
-            failure = session.link.failures.get((reply.rank, reply.seq))
-            if failure is not None and self.call.issued_as(failure.told.op, failure.site):  # else that of an argument
-                failure.observed = True
+        return session.link.failures.get((reply.rank, reply.seq)) if isinstance(reply, c.Poisoned) else None
 
     def outcome(self, session: Session) -> Any:
         """Returns what the function has returned; raises its error, NodeLost, DisttensorError after shutdown."""
@@ -345,7 +351,22 @@ class Submitted(Result[T_co]):
 
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""
-        return self.is_completed() and isinstance(self.exception(), CancelledError)
+        if not self.is_completed() or self.returned():
+            return False
+        failures = [part.failure(self._session) for part in self.parts]
+        known = all(failures) and not any(failure.is_cancelled for failure in failures if failure is not None)
+        return not known and isinstance(self.exception(), CancelledError)
+
+    def returned(self) -> bool:
+        """Returns whether the functions have returned. Does not wait, and asks for no error."""
+        return all(isinstance(part.request.reply, c.Result) for part in self.parts)
+
+    def lost(self) -> bool:
+        """Returns whether a node's loss has ended it, as far as that was told. Does not wait, and asks for no error."""
+        failures = [part.failure(self._session) for part in self.parts]
+        if any(failure is not None and failure.told.lost >= 0 for failure in failures):
+            return True
+        return any(part.request.reply is None and part.call.place.outbox.lost is not None for part in self.parts)
 
     def tell(self, fn: Callable[[], None]) -> None:
         """Has ``fn`` called at its end, in any thread, by one who waits for it: it must not block."""

@@ -99,6 +99,11 @@ class Failure:
         even where the reason is a loss, as the lost node's own function raises NodeLost."""
         return self.told.kind == _PEER_FAILED
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Returns whether the script has cancelled the command."""
+        return self.told.kind == _CANCELLED
+
     def __str__(self) -> str:
         """Returns the whole failure as one text."""
         return f"{self.told.message}\n{self.where()}"
@@ -178,7 +183,7 @@ class Failures(dict[tuple[int, int], Failure]):
             for f in by_worth[MAX_FAILURES // 2 :]:
                 del self[f.rank, f.seq]
                 self._whole.pop((f.rank, f.seq), None)
-        failure.observed = failure.observed or failure.told.kind == _CANCELLED  # by the script itself
+        failure.observed = failure.observed or failure.is_cancelled  # by the script itself
         self[failure.rank, failure.seq] = self._whole[failure.rank, failure.seq] = failure
         failure.told = _cut(failure.told, MAX_TEXT)
         if len(self._whole) > MAX_TRACES:

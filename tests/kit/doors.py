@@ -20,10 +20,17 @@ class Door:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.settimeout(HANG)
         self.port: int = self._socket.getsockname()[1]
+        self._there: list[socket.socket] = []
+
+    def wait(self) -> None:
+        """Waits until one more function is at the door."""
+        self._there.append(self._socket.accept()[0])
 
     def open(self) -> None:
         """Lets one function go on."""
-        there = self._socket.accept()[0]
+        if not self._there:
+            self.wait()
+        there = self._there.pop(0)
         there.sendall(b"!")
         there.close()
 
@@ -31,4 +38,6 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for there in self._there:
+            there.close()
         self._socket.close()

@@ -189,8 +189,7 @@ from concurrent.futures import Future
 dt.init_master_worker(nodes=2, threads=1)
 executor, door = dt.tasks.Executor([0]), Door()
 running = executor.submit(until, door.port)
-while not running.running():
-    pass
+door.wait()  # a future is running before its function is on its node
 queued, work = executor.submit(pow, 2, 3), dt.submit(pow, 3, 2, node=0)
 items = dt.map(pow, [2, 3], [2, 2], nodes=[1])
 first = next(items)

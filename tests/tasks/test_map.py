@@ -20,6 +20,7 @@ The cases of torch-ipc's test/test_map.lua, where ``ipc.map(n, fn, x):join()`` i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -177,6 +178,50 @@ def test_errors_of_what_is_cancelled_are_raised_nowhere_and_those_of_its_argumen
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(IndexError, match="out of range"):
         dt.synchronize()
+
+
+def step(what: Any) -> int:
+    if isinstance(what, tuple):
+        what[0](what[1])
+    return 1
+
+
+def test_an_error_of_an_argument_is_raised_nowhere_while_its_turn_has_not_come() -> None:
+    """The item ends before the first one: that was seen when another one begins in its place. The map is dropped before
+    its turn, so whoever asks next raises the error."""
+    failed = torch.ones(3, device="node:1").index_select(0, torch.tensor([7], device="node:1"))
+    with Door() as door, Began(door.open) as port:
+        results = dt.map(step, [(until, door.port), failed, (tell, port)], nodes=[0, 1])
+        assert next(results) == 1
+        results.close()  # type: ignore[attr-defined]
+    with pytest.raises(IndexError, match="out of range"):
+        dt.synchronize()
+
+
+def test_a_work_that_has_failed_and_is_asked_whether_it_was_cancelled_has_not_raised_its_error() -> None:
+    failed = torch.ones(3, device="node:1").index_select(0, torch.tensor([7], device="node:1"))
+    work = dt.submit(step, failed, node=1)
+    with contextlib.suppress(IndexError):
+        while not work.is_completed():
+            dt.run(square, 2, node=1)
+    assert not work.cancelled()
+    with pytest.raises(IndexError, match="out of range"):
+        dt.synchronize()
+
+
+class Verdict(Exception):
+    pass
+
+
+def gives(error: BaseException) -> BaseException:
+    return error
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_error_that_a_function_returns_is_its_result(ordered: bool) -> None:
+    found = list(dt.map(gives, [Verdict("a"), Verdict("b")], returns=Verdict, ordered=ordered))
+    assert [type(error) for error in found] == [Verdict] * 2
+    assert {error.args for error in found} == {("a",), ("b",)}
 
 
 @pytest.mark.parametrize(
