@@ -11,6 +11,7 @@ Workers connect to a ``Door``, as nodes do to a master, so it doesn't matter on 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -334,7 +335,9 @@ def _named(pid: int) -> str:
 
 
 def held() -> tuple[set[str], set[threading.Thread]]:
-    """Returns the descriptors that this process has open, and its threads."""
+    """Returns the descriptors that this process has open, and its threads, without those of garbage: what is collected
+    between two looks would hide what is left open."""
+    gc.collect()
     return set(os.listdir("/proc/self/fd")), set(threading.enumerate())
 
 

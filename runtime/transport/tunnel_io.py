@@ -153,12 +153,10 @@ class TunnelPump:
                 stopping = self._stopping in {fd for fd, _ in self._poll.poll()}
                 for peer, end in list(self._ends.items()):
                     self._send(peer, end, end.read() + end.write())
-                # A send may swallow the sign that a message has arrived, and handling one may send: repeat until none
-                # is left.
-                while self._receive():
+                # A send may swallow the sign that a message has arrived, and handling one may send, as the end of a
+                # tunnel does: repeat until none is left.
+                while self._receive() or self._dismiss_finished():
                     pass
-                for peer in [g for g, end in self._ends.items() if end.finished]:
-                    self._dismiss(peer)
                 self._repoll()
         finally:
             for peer in list(self._ends):
@@ -190,6 +188,13 @@ class TunnelPump:
                 self._port.send(peer, message)
         except (BrokenError, ClosedError):
             end.over = True
+
+    def _dismiss_finished(self) -> bool:
+        """Ends the tunnels whose other end has ended. Returns whether there were any."""
+        finished = [peer for peer, end in self._ends.items() if end.finished]
+        for peer in finished:
+            self._dismiss(peer)
+        return bool(finished)
 
     def _dismiss(self, peer: int) -> None:
         end = self._ends.pop(peer)

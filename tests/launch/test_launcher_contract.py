@@ -7,6 +7,7 @@ a network or a scheduler is in their own files: test_ssh.py, test_launch_slurm.p
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -127,6 +128,29 @@ class Leaking(LocalLauncher):
         self.left.append(os.dup(2))
 
 
+class Garbage:
+    """Is in a circle, with a descriptor that ends with it."""
+
+    def __init__(self) -> None:
+        self.fd, self.itself = os.dup(2), self
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Littering(Leaking):
+    """The same, where as many descriptors of garbage are closed meanwhile."""
+
+    def start(self, bundles: Sequence[Bundle]) -> None:
+        gc.collect()
+        super().start(bundles)
+
+    def stop(self, grace: float) -> None:
+        super().stop(grace)
+        if len(self.left) == 1:
+            Garbage()
+
+
 class Telling(LocalLauncher):
     """Has a helper who knows too much."""
 
@@ -182,6 +206,7 @@ MISTAKES = [
     (Obliging, "stop", "StartError was not raised"),
     (Tireless, "stop_by_force", r"nodes \[0, 1, 2\] should have ended: stop\(\) has returned"),
     (Leaking, "nothing_held", "1 more descriptors are open"),
+    (Littering, "nothing_held", "1 more descriptors are open"),
     (Telling, "secrets", r"a secret key can be read in /proc/\d+/cmdline"),
     (Forgetful, "master_killed", r"these processes should have ended.* \(sleep 600\)"),
     (Mute, "output", "0 of 4001 lines were shown"),

@@ -54,7 +54,7 @@ def visit(*addresses: str, keys=GUEST, server=HOST[0], timeout: float = LIMIT) -
             made.close()
 
 
-def accept(at: TunnelServer) -> socket.socket:
+def accept(at: tunnel_io.TunnelPump) -> socket.socket:
     assert select.select([at.arrivals], [], [], LIMIT)[0], "nobody came"
     sock = at.accept()
     assert sock is not None
@@ -151,6 +151,58 @@ def test_what_no_other_end_says_ends_the_tunnel(message: bytes) -> None:
     finally:
         end.ours.close()
         end.theirs.close()
+
+
+class Port:
+    """A port of messages whose sign that one has arrived, as ZeroMQ's, is gone after any send. At the first end of a
+    tunnel that is sent the first message of another peer arrives."""
+
+    def __init__(self) -> None:
+        self._sign = os.eventfd(0, os.EFD_NONBLOCK)
+        self._arrived: list[tuple[int, bytes]] = []
+        self._ends = 0
+
+    def arrive(self, peer: int, message: bytes) -> None:
+        self._arrived.append((peer, message))
+        os.eventfd_write(self._sign, 1)
+
+    def send(self, peer: int, message: bytes) -> None:
+        if message == b"E" and not self._ends:
+            self._ends = 1
+            self.arrive(1, b"Dsecond")
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._sign)
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._sign)
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def gone(self) -> list[int]:
+        return []
+
+    def fileno(self) -> int:
+        return self._sign
+
+    def close(self) -> None:
+        os.close(self._sign)
+
+
+def test_one_who_comes_while_another_tunnel_ends_is_heard() -> None:
+    """To tell the other end of it is a send, which may swallow the sign that a message has arrived."""
+    port = Port()
+    pump = tunnel_io.TunnelPump(port, "pump")
+    pump.start()
+    try:
+        port.arrive(0, b"Dfirst")
+        with accept(pump) as first:
+            port.arrive(0, b"E")
+            assert first.recv(5) == b"first"
+            with accept(pump) as second:
+                assert second.recv(6) == b"second"
+    finally:
+        pump.close()
 
 
 def test_one_for_whom_there_is_no_descriptor_left_ends_nobody_elses_tunnel(monkeypatch: pytest.MonkeyPatch) -> None:
