@@ -42,14 +42,17 @@ class Questions:
         if late_warnings.pending:
             late_warnings.give()
         if kind not in _VALUES:
-            return self._ask(place, kind, command, site, due)
+            return self.ask_uncounted(place, kind, command, site, due)
         began = time.perf_counter()
         try:
-            return self._ask(place, kind, command, site, due)
+            return self.ask_uncounted(place, kind, command, site, due)
         finally:
             self._counted.add(site, time.perf_counter() - began)
 
-    def _ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int) -> R:
+    def ask_uncounted(
+        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int
+    ) -> R:
+        """Does what ``ask`` does, except that it counts no wait of the line."""
         link = self._link
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)

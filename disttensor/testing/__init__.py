@@ -206,9 +206,9 @@ def _outboxes(session: Any) -> list[object]:
 _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
     "window": lambda session: ([session.link], "_wait_window"),
     "wait": lambda session: ([session.link], "wait"),
-    "ask": lambda session: ([session], "ask"),
+    "ask": lambda session: ([session.questions], "ask_uncounted"),
     "pack": lambda session: (_outboxes(session), "pack"),
-    "bury": lambda session: (_outboxes(session), "_take_dead"),
+    "bury": lambda session: (_outboxes(session), "take_dead"),
     "send": lambda session: ([session.link.hub], "send"),
     "receive": lambda session: ([session.link.hub], "drain"),
     "acknowledge": lambda session: (_outboxes(session), "acknowledge"),
@@ -249,9 +249,7 @@ def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator
 
         return called
 
-    with contextlib.ExitStack() as undo:
-        for owner in owners:
-            undo.enter_context(wrapped(owner, name, wrap))
+    with wrapped(owners, name, wrap):
         yield
 
 

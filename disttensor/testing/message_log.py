@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType, TracebackType
 from typing import Any, cast
 
 from ..runtime.process.gc_pause import no_collection
@@ -14,18 +14,29 @@ from ..session import current
 
 
 @contextlib.contextmanager
-def wrapped(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces an object's method by ``wrap(method)`` inside of a ``with`` block."""
-    own = owner.__dict__
-    before = own.get(name)
-    setattr(owner, name, wrap(getattr(owner, name)))
+def wrapped(
+    owners: Sequence[object], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replaces a method of some objects of one class by ``wrap(method)`` inside of a ``with`` block.
+
+    It is replaced in the class, and does what it did for all other objects: one with slots has no method of its own.
+    """
+    kind = type(owners[0])
+    before, method = vars(kind).get(name), getattr(kind, name)
+    own = {id(owner): wrap(MethodType(method, owner)) for owner in owners}
+
+    def called(self: object, *args: Any, **options: Any) -> Any:
+        wrapper = own.get(id(self))
+        return method(self, *args, **options) if wrapper is None else wrapper(*args, **options)
+
+    setattr(kind, name, called)
     try:
         yield
     finally:
         if before is None:
-            del own[name]
+            delattr(kind, name)
         else:
-            own[name] = before
+            setattr(kind, name, before)
 
 
 class NodeLog:
@@ -131,8 +142,8 @@ class MessageLog(NodeLog):
             session.link.flush_all()
             with session.link._lock:
                 hub = session.link.hub
-                undo.enter_context(wrapped(hub, "send", self._note_sent))
-                undo.enter_context(wrapped(hub, "drain", self._note_received))
+                undo.enter_context(wrapped([hub], "send", self._note_sent))
+                undo.enter_context(wrapped([hub], "drain", self._note_received))
             self._undo = undo.pop_all()
         return self
 

@@ -54,24 +54,49 @@ def _free(refs: list[int]) -> c.Free:
     return c.Free(refs[0], tuple(map(sub, refs[1:], refs)))
 
 
+def _alone(queue: CommandQueue) -> None:
+    """Does nothing: the queue overlaps no other one, so that nothing has to come before it."""
+
+
+def _nowhere(rank: int) -> str:
+    """Returns no words: the place of a queue is the node itself."""
+    return ""
+
+
 class CommandQueue:
     """The queue of one place, whose commands go to all of ``members``."""
 
-    #: the error that says why a node of them is gone, once one is
-    lost: NodeLost | None
-    # Of the class, as a queue of one node is used for each answer: more than 30 attributes would not be in line.
-    #: opens a shut queue: the link's
-    open: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
-    #: queues the frees of what is dead in a queue and in all that overlap it: the link's
-    free_all: Callable[[CommandQueue], None] = staticmethod(lambda queue: None)
+    __slots__ = (
+        "_gone",
+        "_holds",
+        "_routes",
+        "_taking",
+        "batch",
+        "blocking",
+        "commands",
+        "dead",
+        "free_all",
+        "limit",
+        "looked",
+        "lost",
+        "moved",
+        "open",
+        "over",
+        "overlaps",
+        "queue",
+        "ranks",
+        "ready",
+        "shut",
+        "unheld",
+        "unsendable",
+        "where",
+    )
+
     #: commands of nodes that overlap others, packed but in no message yet; those of several nodes wait at each of them
     pieces: Sequence[object] = ()
     waiting = 0  #: the number of these commands
-    over = False  #: whether nothing leaves any more: a node is lost, the session has ended, or this is a forked child
     #: the most commands of a message
     most = MAX_BATCH
-    #: says for a loss which part of the place is gone with a node
-    where: Callable[[int], str] = staticmethod(lambda rank: "")
 
     def __init__(self, ranks: tuple[int, ...], blocking: bool = False) -> None:
         self.ranks = ranks  #: of the members
@@ -92,6 +117,14 @@ class CommandQueue:
         #: the queues that overlap this one
         self.overlaps: tuple[CommandQueue, ...] = ()
         self.shut = False
+        #: opens this queue when it is shut: the link's, for a queue that overlaps others
+        self.open: Callable[[CommandQueue], None] = _alone
+        #: queues the frees of what is dead in this queue and in all that overlap it: the link's, too
+        self.free_all: Callable[[CommandQueue], None] = _alone
+        #: says for a loss which part of the place is gone with a node
+        self.where: Callable[[int], str] = _nowhere
+        self.lost: NodeLost | None = None  #: the error that says why a node of them is gone, once one is
+        self.over = False  #: whether nothing leaves any more: a node is lost, the session has ended, or this is a fork
         #: re-entrant: the collector may run a finalizer that uses tensors while it is held
         self._taking = threading.RLock()
         self.moved = 0  #: commands that were packed
@@ -130,7 +163,7 @@ class CommandQueue:
 
         What overlaps it is moved before frees, as it may have uses of what is dead.
         """
-        refs = self._take_dead() if self.dead or self.unheld else None
+        refs = self.take_dead() if self.dead or self.unheld else None
         if refs:
             for other in self.overlaps:
                 if other.queue:
@@ -169,7 +202,7 @@ class CommandQueue:
         """Packs commands for the members, who take them in order."""
         raise NotImplementedError
 
-    def _take_dead(self) -> list[int]:
+    def take_dead(self) -> list[int]:
         """Takes the refs that are dead now, and not held. Each had its last use appended before."""
         if not self.dead and not self.unheld:
             return []
@@ -216,7 +249,7 @@ class CommandQueue:
     @uninterrupted
     def still_referenced(self, refs: Iterable[int]) -> list[int]:
         """Returns those of these held refs that are not dead otherwise."""
-        self.dead += self._take_dead()  # those that are not held: they are freed with the next message
+        self.dead += self.take_dead()  # those that are not held: they are freed with the next message
         return [r for r in refs if r not in self._gone]
 
     @uninterrupted
@@ -226,7 +259,7 @@ class CommandQueue:
         Otherwise memory that a node could reuse at once, still warm, would live to the batch's end.
         """
         if len(self.dead) >= MIN_SWEEP:
-            refs = self._take_dead()
+            refs = self.take_dead()
             if self.overlaps and any([other.queue for other in self.overlaps]):
                 self.dead += refs  # there may be uses of them; whoever packs this queue packs that one first
             else:
@@ -242,7 +275,7 @@ class CommandQueue:
         overlaps = self.overlaps
         if not overlaps:
             if self.dead:
-                self._queue_frees(self._take_dead())
+                self._queue_frees(self.take_dead())
         elif self.dead or any([other.dead for other in overlaps]):
             self.free_all(self)
 

@@ -17,11 +17,13 @@ WIDEST = 4
 class FanOut(CommandQueue):
     """The queue of a mesh's nodes. What it packs goes into their outboxes, behind what these have packed before."""
 
+    __slots__ = ("_outboxes", "most")
+
     def __init__(self, members: Sequence[Outbox]) -> None:
         super().__init__(tuple(member.rank for member in members), members[0].blocking)
         self._outboxes = members
         self.most = MAX_BATCH * min(WIDEST, 1 + len(members) // 4)
-        self.lost: NodeLost | None = next((member.lost for member in members if member.lost is not None), None)
+        self.lost = next((member.lost for member in members if member.lost is not None), None)
 
     @property
     def members(self) -> Sequence[Outbox]:

@@ -30,10 +30,23 @@ Piece = tuple[bytes, list[Site | None], bytes]
 class Outbox(CommandQueue):
     """The queue of one node, and the count of commands that it has been sent and has done."""
 
+    __slots__ = (
+        "_flight",
+        "_flight_bytes",
+        "_past",
+        "bytes",
+        "done",
+        "flush_with",
+        "messages",
+        "pieces",
+        "rank",
+        "sent",
+        "waiting",
+    )
+
     def __init__(self, rank: int, blocking: bool = False) -> None:
         super().__init__((rank,), blocking)
         self.rank = rank
-        self.lost = None
         #: outboxes that must be flushed together with this one: an unsent collective spans their nodes
         self.flush_with: set[Outbox] = set()
         self.ready: deque[bytes] = deque()  #: messages that count as sent; the link sends them, oldest first
@@ -57,7 +70,7 @@ class Outbox(CommandQueue):
             return
         # the same in one function, as every question waits for it
         if self.dead or self.unheld:
-            self._queue_frees(self._take_dead())
+            self._queue_frees(self.take_dead())
         n = len(self.queue)
         if n:
             first, queue = self.sent, self.queue

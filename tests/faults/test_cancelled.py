@@ -16,6 +16,7 @@ import torch
 from began import Began, tell
 from equal import same
 from limits import HANG
+from spies import spy
 
 import disttensor as dt
 from disttensor.session import current
@@ -149,10 +150,9 @@ def test_what_a_function_makes_of_it_is_its_result() -> None:
 def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = dt.run(os.getpid, node=1)
     link = current.session().link
-    wait, raised, began = link.wait, list[BaseException](), threading.Event()
-    cancel, told = link.cancel, list[int]()
+    raised, began, told = list[BaseException](), threading.Event(), list[int]()
 
-    def cancels(rank: int, request: int) -> bool:
+    def cancels(rank: int, request: int) -> object:
         told.append(request)
         return cancel(rank, request)
 
@@ -165,14 +165,14 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
     def waits(*args: object, **kwargs: object) -> object:
         if threading.current_thread() is not thread:  # which may come to wait when its function has long begun
             assert dt.tasks.interrupt(1) == 2  # the second function has been sent by now
-        return wait(*args, **kwargs)  # type: ignore[arg-type]
+        return wait(*args, **kwargs)
 
     with Began(began.set) as port:
         thread = threading.Thread(target=first, args=(port,))
         thread.start()
         assert began.wait(HANG)
-        monkeypatch.setattr(link, "wait", waits)
-        monkeypatch.setattr(link, "cancel", cancels)
+        wait = spy(monkeypatch, link, "wait", waits)
+        cancel = spy(monkeypatch, link, "cancel", cancels)
         with pytest.raises(dt.errors.CancelledError, match=r"^Path\.touch\(\) was cancelled before it began\n"):
             dt.run(Path.touch, tmp_path / "begun", node=1)
         monkeypatch.undo()

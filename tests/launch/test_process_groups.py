@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from spies import spy
 from telling import said
 from torch.nn.parallel import DistributedDataParallel
 
@@ -240,7 +241,6 @@ def test_a_group_is_replaced_between_the_choice_of_a_group_and_its_commands(
     dt.run(dist.get_world_size, nodes=[1, 3])
     link, sizes = current.session().link, []
     other = threading.Thread(target=lambda: sizes.append(dt.run(dist.get_world_size, nodes=[1, 2])))
-    issue = link.together
 
     def late(commands: Any) -> None:
         monkeypatch.undo()
@@ -248,7 +248,7 @@ def test_a_group_is_replaced_between_the_choice_of_a_group_and_its_commands(
         other.join(1)  # in vain, if it waits
         issue(commands)
 
-    monkeypatch.setattr(link, "together", late)
+    issue = spy(monkeypatch, link, "together", late)
     assert dt.run(dist.get_world_size, nodes=[1, 3]) == [2, 2]
     other.join()
     assert sizes == [[2, 2]]

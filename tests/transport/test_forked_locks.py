@@ -22,13 +22,20 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(meanwhile: str)
         session = state.session()
         held, done = threading.Event(), threading.Event()
 
+        def values(holder):
+            slots = [name for kind in type(holder).__mro__ for name in vars(kind).get("__slots__", ())]
+            return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, n, None) for n in slots)]
+
         def hold():
             with contextlib.ExitStack() as locks:
                 boxes = [node.outbox for node in session.nodes]
-                for holder in (session, *session.__dict__.values(), *session.nodes, *boxes):
-                    for value in getattr(holder, "__dict__", {}).values():
+                found = 0
+                for holder in (session, *values(session), *values(session.link), *session.nodes, *boxes):
+                    for value in values(holder):
                         if isinstance(value, type(threading.RLock())):
                             locks.enter_context(value)
+                            found += holder in boxes
+                assert found == len(boxes)
                 held.set()
                 done.wait()
 

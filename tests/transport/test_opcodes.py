@@ -20,6 +20,7 @@ import torch
 import disttensor as dt
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.protocol import commands as c
+from disttensor.session import current
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="the counts are those of Python 3.11; other Pythons have other opcodes"
@@ -50,6 +51,11 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x * 2, on a mesh": (lambda it: it.spread * 2, 187),
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
+}
+#: Places, and the opcodes of the script's thread for one message to them, with one operation.
+SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
+    "a node": (lambda it: it.plain, 874),
+    "a mesh": (lambda it: it.spread, 1353),
 }
 #: The opcodes of a node's thread for a message with one operation, once it has taken it.
 MESSAGE = 269
@@ -107,6 +113,21 @@ def test_an_operation(name: str, operands: Operands) -> None:
     function, expected = OPERATIONS[name]
     counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
     assert min(counts) == expected
+
+
+@pytest.mark.parametrize("place", SENT)
+def test_a_flush(place: str, operands: Operands) -> None:
+    """With the link's lock, so that no other thread sends the operation meanwhile."""
+    of, expected = SENT[place]
+    link, x, counts = current.session().link, of(operands), list[int]()
+    queue = x._place.outbox  # type: ignore[attr-defined]
+    for _ in range(WARM + TIMES):
+        with link._lock:
+            result = x * 2
+            counts.append(opcodes(lambda _: link.flush(queue), operands))
+        del result
+        dt.synchronize()
+    assert min(counts[WARM:]) == expected
 
 
 def test_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,14 +30,23 @@ NODES = 4
 FANS = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (2, 0))
 
 
+class KeepingHub(InprocHub):
+    """Keeps the messages, by rank, and sends none."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__(nodes)
+        self.logs: dict[int, list[bytes]] = {rank: [] for rank in range(nodes)}
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.logs[rank].append(message)
+
+
 class Script:
     """A link whose messages are kept, and what a script does with its queues."""
 
     def __init__(self) -> None:
-        hub = InprocHub(NODES)
-        self.link = Link(hub, NODES, None, lambda error: None)
-        self.logs: dict[int, list[bytes]] = {rank: [] for rank in range(NODES)}
-        hub.send = lambda rank, message: self.logs[rank].append(message)  # type: ignore[method-assign]
+        hub = KeepingHub(NODES)
+        self.link, self.logs = Link(hub, NODES, None, lambda error: None), hub.logs
         self.queues: list[CommandQueue] = [node.outbox for node in self.link.nodes]
         self.queues += [self.link.fan_out(ranks) for ranks in FANS]
         self.refs = itertools.count(1)
