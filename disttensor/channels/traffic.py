@@ -120,14 +120,14 @@ def _count(session: Session) -> list[Traffic]:
     link, requests = session.link, []
     for node in link.there():  # ask all first, so that they answer side by side
         with suppress(NodeLost), link.unheard():
-            request = link.request(node.rank, c.Counts)
+            request = link.requests.new(node.rank, c.Counts)
             node.outbox.add(c.Count(request.id))
             requests.append(request)
-    link.flush_all()
+    link.sender.flush_all()
     rows = [_traffic(MASTER, *row) for row in count(session.router.data.values())]
     for request in requests:
         with suppress(NodeLost), link.unheard():
-            reply = link.wait(request)
+            reply = link.waiting.wait(request)
             if isinstance(reply, c.Counts):
                 rows += [_traffic(request.node, *row) for row in reply.rows]
     return rows

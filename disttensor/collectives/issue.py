@@ -112,7 +112,7 @@ class CollectiveCall:
             )
             commands.append((node, command, site))
         small = sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
-        session.link.together(commands, hurry=not small)
+        session.link.sender.together(commands, hurry=not small)
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)

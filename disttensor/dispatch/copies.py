@@ -104,7 +104,7 @@ def spread(meta: Meta, members: Sequence[Place], ref: int) -> None:
             ]
         have *= 2
     if commands:
-        session.link.together(commands)  # type: ignore[arg-type]
+        session.link.sender.together(commands)  # type: ignore[arg-type]
 
 
 def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = False) -> bool:
@@ -190,10 +190,12 @@ def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         channel = session.router.choose("send", device, nbytes, (source.node, place.node))
     shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
-    session.link.pair(
-        (source.node, c.Send(transfer, ref, place.node, channel)),
-        (place.node, c.Recv(transfer, out, source.node, shape, dtype, place.name, channel)),
-        here(),
+    site = here()
+    session.link.sender.together(
+        [
+            (source.node, c.Send(transfer, ref, place.node, channel), site),
+            (place.node, c.Recv(transfer, out, source.node, shape, dtype, place.name, channel), site),
+        ]
     )
 
 

@@ -50,7 +50,7 @@ def materialise(handle: Handle) -> int:
         else:
             commands += (c.Call(template, ref, call), site)
         if plan.place.outbox.shut:  # what comes next may be for another queue
-            plan.place.session.link.open(plan.place.outbox)
+            plan.place.session.link.sender.open(plan.place.outbox)
         handle.ref = ref  # only now, as any thread that sees the ref may use it
         handle.base = None
         return ref

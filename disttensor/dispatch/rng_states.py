@@ -61,10 +61,10 @@ def put(place: Place, state: torch.Tensor) -> None:
     The state goes with the command. By a data channel it could be lost on its way, and draws would go on from another.
     """
     link = place.session.link
-    request = link.request_all(place.outbox)
+    request = link.requests.new_to_all(place.outbox)
     with place.session.places.turn(place):
         place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
-    link.drop(request)
+    link.requests.drop(request)
 
 
 def put_each(place: Place, states: Sequence[bytes], site: Site | None) -> None:
@@ -73,9 +73,9 @@ def put_each(place: Place, states: Sequence[bytes], site: Site | None) -> None:
     link = place.session.link
     with place.session.places.turn(place):
         for member, state in zip(place.members, states, strict=True):
-            request = link.request_all(member.outbox)
+            request = link.requests.new_to_all(member.outbox)
             member.outbox.add(c.Random(request.id, member.name, state), site)
-            link.drop(request)
+            link.requests.drop(request)
 
 
 class NodeGenerator(torch._C.Generator):

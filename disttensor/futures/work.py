@@ -217,9 +217,9 @@ def _wait_for_any(works: Iterable[W], ended: deque[W], waiting: list[Request], d
     """Waits until ``ended`` is not empty. ``waiting`` gets the request that is resolved when a work is put there."""
     for work in works:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        work._session.link.flush_all()
+        work._session.link.sender.flush_all()
         waiting[:] = [Request(-1, work._node)]
         with suppress(NodeLost), work._session.link.unheard():  # then wait by a work of another node
-            work._session.link.wait(waiting[0], left, until=lambda: bool(ended))
+            work._session.link.waiting.wait(waiting[0], left, until=lambda: bool(ended))
             return
     ended.extend(works)  # all nodes are lost, and with them the tensors that they had to send

@@ -133,16 +133,16 @@ class Graph:
             if advance:
                 recorder.steps.advance()
             if queue is None:
-                link.push([(rank, command, replayed) for rank in recorder.logs])
+                link.sender.send_together([(rank, command, replayed) for rank in recorder.logs])
             else:
                 queue.add(command, replayed)
 
         link.interrupts.look()
         recorder.issue(put)
         if queue is None:
-            link.pushed(boxes)
+            link.sender.after_sending(boxes)
         else:
-            link.flush(queue)
+            link.sender.flush(queue)
 
     @property
     def recording(self) -> Recorder:
@@ -234,7 +234,7 @@ class graph:
                 stacklevel=2,
             )
         for log in recorder.logs.values():
-            recorder.session.link.flush(log.node.outbox)
+            recorder.session.link.sender.flush(log.node.outbox)
 
     @uninterrupted
     def _end(self, error: BaseException | None) -> Recorder:

@@ -273,7 +273,7 @@ class Recorder:
         self._empties.clear()
         if self._spans:
             every = tuple(sorted(self.logs))
-            self.queue = self.session.link.fan_out(next((s for s in self._spans if len(s) == len(every)), every))
+            self.queue = self.session.link.sender.fan_out(next((s for s in self._spans if len(s) == len(every)), every))
         for rank, log in self.logs.items():
             box = log.node.outbox
             self._settle_constants(log, returned)

@@ -317,15 +317,15 @@ class ChannelRouter:
         asked: dict[int, Request] = {}
         for node in link.there():
             if ranks is None or node.rank in ranks:
-                request = asked[node.rank] = link.request(node.rank, kind, due)
+                request = asked[node.rank] = link.requests.new(node.rank, kind, due)
                 node.outbox.add(command(request.id), site)
-        link.flush_all()
+        link.sender.flush_all()
         replies: dict[int, R] = {}
         errors: list[Exception] = []
         for rank, request in asked.items():
             try:
                 with link.unheard():
-                    reply = link.wait(request)
+                    reply = link.waiting.wait(request)
             except NodeLost:  # raised to the next user of that node
                 continue
             if isinstance(reply, c.Poisoned):

@@ -466,7 +466,8 @@ class Places:
                 home = self._homes.get(ranks)
                 if home is None:
                     nodes = [self._nodes[rank] for rank in ranks]
-                    home = self._homes[ranks] = MeshHome(self._session.link.fan_out(ranks), self._below_zero, nodes)
+                    queue = self._session.link.sender.fan_out(ranks)
+                    home = self._homes[ranks] = MeshHome(queue, self._below_zero, nodes)
                 slot = self._slot(f"a mesh of nodes {numbers(ranks)}")
                 number = next(self._made)
                 place = MeshPlace(self._session, members, home, slot, dims, number, derived(self.seed, number))

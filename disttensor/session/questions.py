@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from ..errors import late_warnings
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.link import EXIT_CAUSE_TIMEOUT, Link
+from ..runtime.master.link import Link
+from ..runtime.master.losses import EXIT_CAUSE_TIMEOUT
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
@@ -56,10 +57,10 @@ class Questions:
         link = self._link
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)
-        request = link.request(place.node, kind, due)
+        request = link.requests.new(place.node, kind, due)
         commands = place.outbox.commands
         commands += (command(request.id), site)
-        reply = link.exchange(place.outbox, request, None)
+        reply = link.sender.exchange(place.outbox, request, None)
         if isinstance(reply, c.Poisoned):
             raise self.failure(reply.rank, reply.seq, place.node)
         return reply  # type: ignore[return-value]  # the link has looked
@@ -72,10 +73,10 @@ class Questions:
         Raises RanksDiffer where they give different ones, else as ``ask``.
         """
         link = self._link
-        request = link.request_all(place.outbox, kind, due)
+        request = link.requests.new_to_all(place.outbox, kind, due)
         commands = place.outbox.commands
         commands += (command(request.id), site)
-        link.exchange(place.outbox, request, None)
+        link.sender.exchange(place.outbox, request, None)
         replies = [request.replies[rank] for rank in place.ranks]
         self.raise_failures(place, [r if isinstance(r, c.Poisoned) else None for r in replies])
         return agreed(place, replies)  # type: ignore[return-value]
@@ -159,19 +160,19 @@ class Questions:
 
     def ask_sync(self, rank: int) -> Request:
         """Asks a node to answer when it has done everything so far, transfers included; does not wait."""
-        request = self._link.request(rank)
+        request = self._link.requests.new(rank)
         outbox = self._link.nodes[rank].outbox
         outbox.add(c.Sync(request.id))
-        self._link.flush(outbox, wait=False)  # the caller waits for the reply instead, with its own timeout
+        self._link.sender.flush(outbox, wait=False)  # the caller waits for the reply instead, with its own timeout
         return request
 
     def sync(self, rank: int, timeout: float | None) -> None:
         """Waits until a node has done everything so far. Raises NodeLost, TimeoutError after ``timeout`` seconds."""
-        self._link.wait(self.ask_sync(rank), timeout)
+        self._link.waiting.wait(self.ask_sync(rank), timeout)
 
     def sync_all(self) -> None:
         """Waits until all nodes have done everything so far, and raises nothing."""
-        self._link.flush_all()
+        self._link.sender.flush_all()
         for node in self._link.there():
             with suppress(DisttensorError), self._link.unheard():
                 self.sync(node.rank, None)

@@ -127,7 +127,7 @@ class Session:
         )
         self.check_default_dtype()
         self.switches.follow()
-        self.link.flush_all()
+        self.link.sender.flush_all()
 
     def extend(self, nodes: Sequence[Node]) -> None:
         """Takes in nodes that have joined, after their hellos: the steps of ``exchange_addresses``, for them. Waits
@@ -144,14 +144,14 @@ class Session:
             self.router.add_peers({node.rank: node.hello.addresses for node in come})
         except BaseException as e:
             for node in come:
-                self.link.lose(node.rank, f"it could not be taken in: {e}")
+                self.link.losses.lose(node.rank, f"it could not be taken in: {e}")
             raise
         if self._default_dtype is not torch.float32:
             for node in come:
                 node.outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
         self.switches.tell(come)
         caches.drop_plans()  # some choices depend on what devices there are
-        self.link.flush_all()
+        self.link.sender.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
         if hasattr(self, "router"):  # the link is made first, and a host may be lost at once
@@ -204,7 +204,7 @@ class Session:
 
         With DISTTENSOR_LAUNCH_BLOCKING it also waits until the node has done everything, and raises its errors.
         """
-        self.link.tick(outbox)
+        self.link.sender.at_limit(outbox)
         if outbox.blocking:
             for rank in outbox.ranks:
                 self.synchronize(rank)
@@ -215,7 +215,7 @@ class Session:
 
         Raises NodeLost, TimeoutError after ``timeout`` seconds.
         """
-        self.link.flush_all()
+        self.link.sender.flush_all()
         deadline = None if timeout is None else time.monotonic() + timeout
         told = self.link.told_losses
         ranks = [rank for rank in range(len(self.nodes)) if rank not in told] if node is None else [node]
@@ -224,12 +224,12 @@ class Session:
             for rank in ranks:  # asks all nodes first, so that their round trips are one
                 asked.append(self.questions.ask_sync(rank))
             for request in asked:
-                self.link.wait(request, _left(deadline))
+                self.link.waiting.wait(request, _left(deadline))
         except TimeoutError:
             raise TimeoutError(f"node {request.node} has not answered within {timeout} s") from None
         finally:
             for request in asked:
-                self.link.drop(request)
+                self.link.requests.drop(request)
         for rank in ranks:
             self.transfers.finish(rank, _left(deadline))
         if node is None:
@@ -262,7 +262,7 @@ class Session:
             asked[outbox.rank] = self.questions.ask_sync(outbox.rank)
 
         def wait(outbox: Outbox) -> None:
-            link.wait(asked.get(outbox.rank) or self.questions.ask_sync(outbox.rank), _left(deadline))
+            link.waiting.wait(asked.get(outbox.rank) or self.questions.ask_sync(outbox.rank), _left(deadline))
             self.transfers.finish(outbox.rank, _left(deadline))
 
         for act in (send, wait):  # to all first: nodes may wait for each other
@@ -286,7 +286,7 @@ class Session:
         if left:
             errors.insert(0, self.questions.exception(left[0], left[1:], 0.0))
         named = {error.rank for error in errors if isinstance(error, NodeLost)}  # by what failed for its loss
-        errors += [lost.again() for lost in link.losses if lost.rank not in link.told_losses | named]
+        errors += [lost.again() for lost in link.losses.errors if lost.rank not in link.told_losses | named]
         for other in errors[1:]:
             errors[0].add_note(in_short(other))
         return errors[0] if errors else None
@@ -321,7 +321,7 @@ class Session:
             for node in link.there():
                 node.outbox.add(c.Stop())
                 with suppress(DisttensorError):
-                    link.flush(node.outbox, wait=False)  # a node that is behind, or stopped, is not waited for
+                    link.sender.flush(node.outbox, wait=False)  # a node that is behind, or stopped, is not waited for
         link.close()
         self.router.close()
         self.callbacks.close()

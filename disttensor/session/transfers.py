@@ -134,7 +134,7 @@ class Transfers:
             c.Recv(transfer, ref, MASTER, shape, dtype, place.name, number),
             site,
         )
-        self.link.flush(place.outbox)
+        self.link.sender.flush(place.outbox)
         if staged:
             keep_until_done(self.staged, transfer, size, sending)
         elif not non_blocking:
@@ -166,7 +166,7 @@ class Transfers:
         """
         began = time.perf_counter()
         receiving, _ = self._receive(tensor, place, ref, None, site)
-        self.link.flush_all()
+        self.link.sender.flush_all()
         self.end(receiving, place.node)
         self._counted.add(site, time.perf_counter() - began)
         place.outbox.restart()
@@ -200,7 +200,7 @@ class Transfers:
             local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
             begin = partial(_arrive, channel, local, place.node, transfer)
         receiving = self._begin(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
-        self.link.flush(place.outbox)
+        self.link.sender.flush(place.outbox)
         return receiving, transfer
 
     def finish(self, rank: int, timeout: float | None) -> None:
@@ -230,10 +230,10 @@ class Transfers:
     def wait(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
         """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting."""
         if not transfer.is_completed():
-            self.link.flush_all()
+            self.link.sender.flush_all()
             request = Request(-1, node)
             when_done(transfer, request.resolve)
-            self.link.wait(request, timeout, until=transfer.is_completed)
+            self.link.waiting.wait(request, timeout, until=transfer.is_completed)
 
     def forked(self) -> None:
         """Replaces the locks, in a forked child: a thread of the parent may have held one."""

@@ -42,9 +42,9 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
     count = None if count is None else whole_number("count", count)
     session = current.session()
     link, deadline = session.link, None if timeout is None else time.monotonic() + timeout
-    if count is not None and count > _possible(session) and not link.launcher_died:  # that is said below
+    if count is not None and count > _possible(session) and not link.losses.launcher_died:  # that is said below
         raise ValueError(f"{count} nodes: this session can have {_possible(session)}; see init_master_worker(nodes=)")
-    link.pause(0)
+    link.waiting.pause(0)
     while True:
         there, vacant = _alive(session), 0
         if session.launcher is not None and session.launcher.grows:
@@ -54,12 +54,12 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
             _take_in(session, wanted)
         elif count is None or there >= count:
             return there
-        elif link.launcher_died:
-            raise StartError(f"{there} of {count} nodes are there, and no other can come: {link.launcher_died}")
+        elif link.losses.launcher_died:
+            raise StartError(f"{there} of {count} nodes are there, and no other can come: {link.losses.launcher_died}")
         elif deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(f"{there} of {count} nodes are there after {timeout:g} s; no other has come")
         else:
-            link.pause(_PAUSE)
+            link.waiting.pause(_PAUSE)
 
 
 def _alive(session: Session) -> int:
@@ -91,7 +91,7 @@ def _take_in(session: Session, count: int) -> None:
         meet(session, [node.rank for node in nodes], START)
     except BaseException as e:
         for node in nodes:
-            link.lose(node.rank, f"it did not start: {e}")
+            link.losses.lose(node.rank, f"it did not start: {e}")
         raise
     finally:
         session.extend(nodes)
@@ -107,4 +107,4 @@ def kill(node: int | str | torch.device) -> None:
     """
     session = current.session()
     place = session.places.at(node)
-    session.link.kill(place.node, f"killed by disttensor.kill, at {line_of(here())}")
+    session.link.losses.kill(place.node, f"killed by disttensor.kill, at {line_of(here())}")

@@ -418,15 +418,15 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
         if not missing:
             return
         late = progress.late(missing)
-        link.drain()
-        if lost := next((found for found in link.losses if found.rank in ranks), None):
+        link.replies.drain()
+        if lost := next((found for found in link.losses.errors if found.rank in ranks), None):
             where = f" on {lost.host}" if lost.host != "?" else ""
             raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
         if late:
             text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
             counted = "\n(counted from the last sign that any of them got on)" if progress.got_on else ""
             raise StartError(text + (progress.state and f":\n{progress.state}") + counted)
-        link.pause(0.005)  # short: another thread may take in the message that ends this wait
+        link.waiting.pause(0.005)  # short: another thread may take in the message that ends this wait
 
 
 class _Progress:

@@ -200,10 +200,12 @@ class Event:
             return
         session = session_of(there)
         transfer = session.transfers.new()
-        session.link.pair(
-            (self._place.node, c.Signal(transfer, self._owned.ref, there.node)),
-            (there.node, _on(stream, c.Await(transfer, self._place.node))),
-            here(),
+        site = here()
+        session.link.sender.together(
+            [
+                (self._place.node, c.Signal(transfer, self._owned.ref, there.node), site),
+                (there.node, _on(stream, c.Await(transfer, self._place.node)), site),
+            ]
         )
 
     def query(self) -> bool:

@@ -397,7 +397,7 @@ class ActorWork(Submitted[T_co]):
         part.begin(actor.session)
         id = part.request.id
         run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
-        actor.session.link.together([(node, c.On(stream.stream_id, run), site)])
+        actor.session.link.sender.together([(node, c.On(stream.stream_id, run), site)])
         call.issued()
 
     def when_failed(self, fn: Callable[[c.Failed], object]) -> None:

@@ -215,18 +215,18 @@ class Calls:
         """
         link, commands = self._session.link, []
         for call in self._calls:
-            self._requests.append(link.request(call.place.node, c.Result))
+            self._requests.append(link.requests.new(call.place.node, c.Result))
             commands.append(
                 (call.place.node, call.command(self._requests[-1].id, world, draws, holds=holds), self._site)
             )
-        link.together(commands)
+        link.sender.together(commands)
 
     def outcomes(self) -> list[Any]:
         """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost."""
         session, found = self._session, list[Any]()
         for call, request in zip(self._calls, self._requests, strict=True):
             try:
-                reply: Any = session.link.wait(request)
+                reply: Any = session.link.waiting.wait(request)
                 if isinstance(reply, c.Poisoned):
                     raise session.questions.failure(reply.rank, reply.seq)
                 found.append(call.result(reply))
@@ -242,7 +242,7 @@ class Calls:
         for call in self._calls:
             call.end()
         for request in self._requests:
-            self._session.link.drop(request)
+            self._session.link.requests.drop(request)
 
 
 class Issued:
@@ -272,9 +272,9 @@ class Issued:
                 mine = [x.values[i] if isinstance(x, Each) else x for x in args]
                 calls.append(Call(session, place, fn, mine, {}, site))
             for call, refs in zip(calls, outs, strict=True):
-                self._requests.append(session.link.request(call.place.node, c.Result))
+                self._requests.append(session.link.requests.new(call.place.node, c.Result))
                 commands.append((call.place.node, call.into(self._requests[-1].id, refs), site))
-            session.link.together(commands)
+            session.link.sender.together(commands)
         except NodeLost as error:
             targets.located(error, error.rank)
             raise
@@ -290,7 +290,7 @@ class Issued:
         failed: list[Exception] = []
         for request in self._requests:
             try:
-                reply: Any = link.wait(request)
+                reply: Any = link.waiting.wait(request)
                 if isinstance(reply, c.Poisoned):
                     raise self._session.questions.failure(reply.rank, reply.seq)
                 results.append(values.decode(reply.data, [None] * len(reply.tensors)))
@@ -311,7 +311,7 @@ class Issued:
 
     def __del__(self) -> None:
         for request in self._requests:
-            self._session.link.drop(request)
+            self._session.link.requests.drop(request)
 
 
 def first_of(failed: list[Exception]) -> Exception:

@@ -156,7 +156,7 @@ class Dispatcher:
             self._waiting = Request(-1, node)
             # a loss; or the session's end, which is an event for all that run
             with suppress(DisttensorError), link.unheard():
-                link.wait(self._waiting, until=lambda: not self._events.empty(), explain=False)
+                link.waiting.wait(self._waiting, until=lambda: not self._events.empty(), explain=False)
                 break
         self._waiting = None
 

@@ -162,7 +162,7 @@ def interrupt(node: int | str | torch.device) -> int:
     session = current.session()
     place = session.places.at(node)
     session.link.check(place.outbox)
-    requests = session.link.waited_for(place.node, c.Result)
+    requests = session.link.requests.waited_for(place.node, c.Result)
     # from the last one, or the next one would begin when that which runs has been interrupted
     return sum([session.link.cancel(place.node, request) for request in reversed(requests)])
 
@@ -205,8 +205,9 @@ def least_loaded(session: Session, among: Iterable[int] | None = None) -> int:
     if not there:
         for rank in ranks:
             session.link.check(session.nodes[rank].outbox)
-    session.link.drain()
-    return min(there, key=lambda node: (len(session.link.waited_for(node.rank, c.Result)), node.behind, node.rank)).rank
+    session.link.replies.drain()
+    waited_for = session.link.requests.waited_for
+    return min(there, key=lambda node: (len(waited_for(node.rank, c.Result)), node.behind, node.rank)).rank
 
 
 def check_call(fn: Any, kwargs: dict[str, Any], what: str) -> None:

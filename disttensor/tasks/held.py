@@ -41,7 +41,7 @@ class Held:
             if not self._began:
                 self._began = True
                 self._session = session
-                self.caller = Local(self.objects, session.link.flush_all, session.link.told_losses.add)
+                self.caller = Local(self.objects, session.link.sender.flush_all, session.link.told_losses.add)
                 # nodes that are threads: what they wait for issues nothing
                 handles.here[session.job] = Local(self.objects, lambda: None)
                 session.changes.callback(self.close)
@@ -60,7 +60,7 @@ class Held:
                     self._admitted = set(session.link.side.keys)
                     hub = session.hub_beside({rank: session.link.side.keys[rank] for rank in self._admitted})
                     self._addresses = hub.addresses
-                    self._service = Service(hub, self.objects, session.link.disconnected)
+                    self._service = Service(hub, self.objects, session.link.losses.disconnected)
                 self._service.admit(session.link.side.keys, self._admitted)
         self.objects.share(number)
         return Where(session.job, self._addresses)

@@ -288,11 +288,11 @@ class _Mapping:
 
     def _wait(self) -> None:
         link = self._session.link
-        link.flush_all()
+        link.sender.flush_all()
         for work, node, *_ in list(self._running.values()):
             self._waiting = Request(-1, node)
             with contextlib.suppress(NodeLost), link.unheard():  # its work has ended then, too
-                link.wait(self._waiting, until=lambda: bool(self._ended))
+                link.waiting.wait(self._waiting, until=lambda: bool(self._ended))
                 return
             if not work.is_completed():
                 raise DisttensorError(f"node {node} is lost, and its function has not ended")

@@ -67,7 +67,7 @@ class NodeInfo(dict[str, Any]):
                 f"node {self.rank} is a thread of the script (launcher='inproc'), and to kill its process would end "
                 f"the script; dt.kill({self.rank}) ends the thread alone"
             )
-        session.link.kill(self.rank, f"killed by dt.nodes()[{self.rank}].kill(), at {line_of(here())}")
+        session.link.losses.kill(self.rank, f"killed by dt.nodes()[{self.rank}].kill(), at {line_of(here())}")
         self["alive"] = False
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -201,7 +201,7 @@ def issue(
             part.begin(session)
             run = call.command(part.request.id, work.world, draws=not lanes, token=part.token.ref)
             commands.append((call.place.node, c.On(lanes[i].stream_id, run) if lanes else run, site))
-        session.link.together(commands)
+        session.link.sender.together(commands)
         for call in calls:
             call.issued()
     return work
@@ -218,7 +218,7 @@ class _Part:
         self.token = Owned(call.place)  #: of its whole result
 
     def begin(self, session: Session) -> None:
-        self.request = session.link.request_told(self.call.place.node, c.Result, self.ended.finish)
+        self.request = session.link.requests.new_told(self.call.place.node, c.Result, self.ended.finish)
 
     def unheard(self, session: Session) -> None:
         """Keeps an error with which the function itself has ended from being raised by a later synchronization."""
@@ -300,11 +300,11 @@ def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, ex
     """Waits for a ticket that ends with an answer of a node, with its loss, or with the session."""
     if ticket.is_completed():
         return
-    session.link.flush_all()
+    session.link.sender.flush_all()
     request = Request(-1, node)
     Ticket.add_done_callback(ticket, request.resolve)
     with contextlib.suppress(DisttensorError), session.link.unheard():  # a loss, or the end: the outcome says it
-        session.link.wait(request, timeout, until=ticket.is_completed, explain=explain)
+        session.link.waiting.wait(request, timeout, until=ticket.is_completed, explain=explain)
 
 
 class Submitted(Result[T_co]):
@@ -328,7 +328,7 @@ class Submitted(Result[T_co]):
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
         if not self._ended.is_completed():
-            self._session.link.drain()
+            self._session.link.replies.drain()
         return self._ended.is_completed() or self._session.link.is_forked
 
     def cancel(self) -> bool:

@@ -88,14 +88,14 @@ def queued(node: int | None = None) -> Queued:
     ranks = range(len(session.nodes)) if node is None else [session.places.at(node).node]
     boxes = [session.nodes[rank].outbox for rank in ranks]
     queues = [queue for queue in session.link.queues if not set(ranks).isdisjoint(queue.ranks)]
-    with session.link._lock:
+    with session.link.lock:
         return Queued(
             commands=sum(len(queue.queue) // 2 for queue in queues),
             in_flight=sum(box.sent - box.done for box in boxes if box.lost is None),
             dead=sum(len(queue.dead) for queue in queues),
             held=sum(len(box._holds) for box in boxes),
             full=any(box.full for box in boxes),
-            questions=sum(node in (None, r.node) for r in list(session.link._requests.values())),
+            questions=sum(node in (None, r.node) for r in session.link.requests),
             fetches=sum(node in (None, at) for at, _ in list(session.transfers.arriving.values())),
             uploads=sum(list(session.transfers.staged.values())),
         )
@@ -133,9 +133,9 @@ _LIMITS = {
     "window": ("runtime.master.outbox", "MAX_COMMANDS"),
     "message": ("runtime.master.command_queue", "MAX_BATCH"),
     "sweep": ("runtime.master.command_queue", "SWEEP"),
-    "idle": ("runtime.master.link", "IDLE"),
-    "tick": ("runtime.master.link", "TICK"),
-    "slow": ("runtime.master.link", "SLOW"),
+    "idle": ("runtime.master.idle", "IDLE"),
+    "tick": ("runtime.master.waiting", "TICK"),
+    "slow": ("runtime.master.sender", "SLOW"),
     "unheeded": ("runtime.master.patience", "UNHEEDED"),
     "staged": ("session.transfers", "STAGE"),
     "leaving": ("runtime.node.store", "LEAVING"),
@@ -204,8 +204,8 @@ def _outboxes(session: Any) -> list[object]:
 
 #: The points that a thread comes to, as a function of the session: (the objects that have the method, its name).
 _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
-    "window": lambda session: ([session.link], "_wait_window"),
-    "wait": lambda session: ([session.link], "wait"),
+    "window": lambda session: ([session.link.sender], "wait_for_room"),
+    "wait": lambda session: ([session.link.waiting], "wait"),
     "ask": lambda session: ([session.questions], "ask_uncounted"),
     "pack": lambda session: (_outboxes(session), "pack"),
     "bury": lambda session: (_outboxes(session), "take_dead"),

@@ -32,9 +32,9 @@ def cut(node: int, *, control: bool = True, data: bool = False) -> None:
     if data:
         session.router.forget(node, _WHY)  # first, or errors would name the node's end as the reason
         outbox.add(c.Lost(MASTER, _WHY))
-        session.link.flush(outbox, wait=False)
+        session.link.sender.flush(outbox, wait=False)
     if control:
-        with session.link._lock:
+        with session.link.lock:
             session.link.hub.cut(node)
 
 

@@ -139,8 +139,8 @@ class MessageLog(NodeLog):
             undo.enter_context(no_collection())  # first, as a collection in nodes that are threads sends commands, too
             if self._settle:
                 session.questions.sync_all()
-            session.link.flush_all()
-            with session.link._lock:
+            session.link.sender.flush_all()
+            with session.link.lock:
                 hub = session.link.hub
                 undo.enter_context(wrapped([hub], "send", self._note_sent))
                 undo.enter_context(wrapped([hub], "drain", self._note_received))
@@ -150,13 +150,13 @@ class MessageLog(NodeLog):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._session.link._lock:
+        with self._session.link.lock:
             self._ended = self._waiting()
             self._undo.close()  # the commands of a collection from here on are in no log
 
     def issued(self) -> dict[int, list[c.Command]]:
         """Returns the commands that were sent or wait to be sent, by node."""
-        with self._session.link._lock:
+        with self._session.link.lock:
             waiting = self._waiting() if self._ended is None else self._ended
             sent = list(self.sent)
         out: dict[int, list[c.Command]] = {}

@@ -219,7 +219,7 @@ def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int | Pl
 
 def usage(place: Place) -> tuple[int, int]:
     """Asks the place's node for (its live tensors, bytes of their storages). One round trip."""
-    place.session.link.flush_all()  # frees ride at the end of messages: those of before come first
+    place.session.link.sender.flush_all()  # frees ride at the end of messages: those of before come first
     reply = place.session.ask(place, c.MemoryUsage, lambda id: c.Memory(id, ""), None)
     return reply.tensors, reply.bytes
 

@@ -142,7 +142,7 @@ def _figures(device: Where, what: str) -> dict[str, int]:
 
 
 def _ask(place: Place, first: str = "", largest: int = 0) -> c.MemoryFigures:
-    place.session.link.flush_all()  # frees ride at the end of messages: those of before come first
+    place.session.link.sender.flush_all()  # frees ride at the end of messages: those of before come first
     return place.session.ask(place, c.MemoryFigures, lambda id: c.MemoryStats(id, place.name, first, largest), None)
 
 

@@ -6,7 +6,7 @@ appended before, so a free that is appended for it now follows every use.
 
 Two queues overlap if a node takes commands of both, as those of a node and of a mesh that it is in. At most one of two
 that overlap is *open*, and gathers commands; the other one is *shut*: its limit is 0, so that whoever appends to it
-goes to the link, which packs all that overlaps it and opens it (``Link.open``). So each node gets its commands in the
+goes to the link, which packs all that overlaps it and opens it (``Sender.open``). So each node gets its commands in the
 order in which they were issued, and the hot path looks at one number as before. What makes that right without a lock:
 
 - Who shuts a queue sets its limit first, and packs it then. Who appends to it appends first, and reads the limit then.

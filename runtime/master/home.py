@@ -55,12 +55,12 @@ class Home:
                 number = next(self._numbers)
                 define = c.Define(number, op, args, kwargs, outs, foreseen)
                 _check_size(define)
-                self._know(number, define)
+                self.know(number, define)
                 self.outbox.add(define, site)
                 self.templates[key] = number
             return number
 
-    def _know(self, number: int, define: c.Define | None) -> None:
+    def know(self, number: int, define: c.Define | None) -> None:
         """Notes that the node knows a template by this number, or (None) that it has forgotten it."""
         if define is None:
             self.defined.pop(number, None)
@@ -82,7 +82,7 @@ class Home:
             self.templates.clear()
             self.generation += 1
             for number in gone:
-                self._know(number, None)
+                self.know(number, None)
             self.outbox.add(c.Forget(tuple(gone)))
 
     def forked(self) -> None:

@@ -17,7 +17,7 @@ class MeshHome(Home):
         super().__init__(outbox, numbers)
         self.nodes = nodes
 
-    def _know(self, number: int, define: c.Define | None) -> None:
-        super()._know(number, define)
+    def know(self, number: int, define: c.Define | None) -> None:
+        super().know(number, define)
         for node in self.nodes:  # each tells by its own table what it was sent last
-            node._know(number, define)
+            node.know(number, define)

@@ -1,25 +1,26 @@
-"""Requests: answers that threads wait for (link.py), and the wakers of these threads."""
+"""Requests: answers that threads wait for (waiting.py), the wakers of these threads, and the table of what is due."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from ..protocol import commands as c
 from ..protocol.arguments import Message
-
-if TYPE_CHECKING:
-    from .command_queue import CommandQueue
+from .command_queue import CommandQueue
+from .link_state import LinkState
+from .node import Node
 
 
 class Waker:
     """Wakes a thread that polls. Its holder may do so even after the thread has ended."""
 
-    fd = -1  #: of one that could not be made
+    __slots__ = ("_thread", "fd", "launcher", "polling")
 
     def __init__(self) -> None:
+        self.fd = -1  # of one that can't be made
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: true while the thread polls; if this very thread calls ``wake`` then, a signal's handler below the poll does
         self.launcher = -1  #: the launcher's descriptor, while the thread's polls look at it
@@ -109,3 +110,97 @@ class MeshRequest(Request):
         self.waiting.discard(rank)
         self.node = next(iter(self.waiting), rank)
         return not self.waiting
+
+
+class Requests:
+    """The requests whose answers are due, by number. None of its methods needs the lock."""
+
+    __slots__ = ("_due", "_ids", "_state")
+
+    def __init__(self, state: LinkState) -> None:
+        self._state = state
+        self._due: dict[int, Request] = {}
+        self._ids = count(1)
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._due.values()))  # one step: threads take theirs out without the lock
+
+    def new(self, node: int, kind: type[Message] = c.Done, due: int = 0) -> Request:
+        """Returns a new request to ``node``, whose id goes into a command. ``due``: of reasons, how many are asked for.
+
+        Raises as ``check``: nobody would answer it.
+        """
+        outbox = self._state.nodes[node].outbox
+        if outbox.over:
+            self._state.check(outbox)
+        request = Request(next(self._ids), node, kind, due)
+        self._due[request.id] = request
+        return request
+
+    def new_told(self, node: int, kind: type[Message], then: Callable[[], object]) -> Told:
+        """Returns a new request to ``node``, at whose end ``then`` is called: by the answer, a loss, or ``close``. Any
+        thread may take the answer, and none has to wait. Raises as ``check``."""
+        self._state.check(self._state.nodes[node].outbox)
+        request = Told(next(self._ids), node, kind, then)
+        self._due[request.id] = request
+        return request
+
+    def new_to_all(self, queue: CommandQueue, kind: type[Message] = c.Done, due: int = 0) -> MeshRequest:
+        """Returns a new request to all nodes of a queue, which one command asks. Its ``replies`` are by rank.
+
+        Raises as ``check``.
+        """
+        self._state.check(queue)
+        request = MeshRequest(next(self._ids), queue, kind, due)
+        self._due[request.id] = request
+        return request
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request for which nobody waits any more; the reply that may still come is passed over.
+
+        Twice is fine.
+        """
+        if request.done or request.id <= 0:
+            return
+        late = [self._state.nodes[rank].unawaited for rank in request.ranks]
+        late = [unawaited for unawaited in late if request.id not in unawaited]
+        for unawaited in late:
+            unawaited.add(request.id)  # first: the reply may come in another thread at any moment
+        if late and self._due.pop(request.id, None) is None:
+            for unawaited in late:
+                unawaited.discard(request.id)
+
+    def waited_for(self, rank: int, kind: type[Message]) -> list[int]:
+        """Returns the requests for which threads wait that a node answers by such a reply."""
+        return [each.id for each in self if each.node == rank and each.kind is kind]
+
+    def is_under_way(self, node: Node, request: int) -> bool:
+        """Returns whether the node has not answered a request, whether anybody waits for that or not."""
+        return node.lost is None and (request in node.unawaited or request in self._due)
+
+    def get(self, number: int) -> Request | None:
+        """Returns the request of this number; None if nobody waits for its answer."""
+        return self._due.get(number)
+
+    def answer(self, request: Request, rank: int, reply: c.Reply) -> None:
+        """Takes a node's answer, and ends the wait if it is the last one that is due."""
+        if request.queue is None or request.take(rank, reply):
+            self._due.pop(request.id, None)
+            request.resolve(reply)
+
+    def lose(self, rank: int) -> None:
+        """Ends the waits for a node that is lost."""
+        for request in self:
+            if request.asks(rank) and self._due.pop(request.id, None) is not None:
+                for late in request.ranks:
+                    if late != rank:
+                        self._state.nodes[late].unawaited.add(request.id)  # its answer may still come
+                request.resolve()
+
+    def end(self) -> None:
+        """Ends all waits: the session is over."""
+        for request in self:
+            request.resolve()

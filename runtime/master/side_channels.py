@@ -16,6 +16,8 @@ from .patience import Cancelled
 class SideChannels:
     """The side channels of all nodes. The caller of each method holds the link's lock."""
 
+    __slots__ = ("_losses", "_lost", "_untold", "cancelled", "hub", "keys", "said_deaf")
+
     def __init__(self) -> None:
         self.hub: Hub | None = None  #: None where there are none: nodes that are threads
         self.said_deaf = False  #: whether it was said that functions can't be interrupted without them

@@ -1,6 +1,6 @@
 """The node's end of the side channel: a thread that takes the master's words, whatever the node is at.
 
-master: Link.lose   --Gone-->   this thread --> DataChannel.expire: a receive that waits for a lost peer ends
+master: Losses.lose --Gone-->   this thread --> DataChannel.expire: a receive that waits for a lost peer ends
         Link.cancel --Cancel--> this thread --> Functions.cancel: a function is interrupted
 """
 

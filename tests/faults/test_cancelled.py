@@ -171,7 +171,7 @@ def test_a_function_that_waits_for_its_turn_does_not_begin(tmp_path: Path, monke
         thread = threading.Thread(target=first, args=(port,))
         thread.start()
         assert began.wait(HANG)
-        wait = spy(monkeypatch, link, "wait", waits)
+        wait = spy(monkeypatch, link.waiting, "wait", waits)
         cancel = spy(monkeypatch, link, "cancel", cancels)
         with pytest.raises(dt.errors.CancelledError, match=r"^Path\.touch\(\) was cancelled before it began\n"):
             dt.run(Path.touch, tmp_path / "begun", node=1)

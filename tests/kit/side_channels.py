@@ -23,7 +23,7 @@ def await_side_channels(limit: float = HANG / 4) -> None:
         return
     deadline = time.monotonic() + limit
     while (hub := link.side.hub) is not None and time.monotonic() < deadline:
-        with link._lock:
+        with link.lock:
             hub.drain()
             if {node.rank for node in link.there()} <= hub.connected:
                 return

@@ -179,8 +179,8 @@ def test_without_a_root_nobody_waits_for_nodes(session: None, known: bool) -> No
     os.kill(launcher._server.pid, signal.SIGKILL)
     launcher.vacant = 0  # as if others had taken the room that it has told of
     link = current.session().link
-    while known and not link.launcher_died:  # another thread may have heard of it before
-        link.pause(0.01)
+    while known and not link.losses.launcher_died:  # another thread may have heard of it before
+        link.waiting.pause(0.01)
     with pytest.raises(dt.errors.StartError, match="no other can come: the root of the nodes' hosts"):
         dt.wait_for_nodes(3, 50)
     with pytest.raises(dt.NodeLost):

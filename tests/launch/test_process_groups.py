@@ -248,7 +248,7 @@ def test_a_group_is_replaced_between_the_choice_of_a_group_and_its_commands(
         other.join(1)  # in vain, if it waits
         issue(commands)
 
-    issue = spy(monkeypatch, link, "together", late)
+    issue = spy(monkeypatch, link.sender, "together", late)
     assert dt.run(dist.get_world_size, nodes=[1, 3]) == [2, 2]
     other.join()
     assert sizes == [[2, 2]]

@@ -23,7 +23,7 @@ from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.host.launcher import Exited, Launcher, Started
 from disttensor.runtime.master import outbox
 from disttensor.runtime.master.link import Link
-from disttensor.runtime.master.outbox import Outbox, packed
+from disttensor.runtime.master.outbox import packed
 from disttensor.runtime.master.requests import Request, Waker
 from disttensor.runtime.process.signals import uninterrupted
 from disttensor.runtime.protocol import commands as c
@@ -85,18 +85,19 @@ IN_LINE = 29
 
 
 def test_what_is_used_for_each_answer_has_its_attributes_in_line(link: Link) -> None:
-    mesh = link.fan_out((0, 1))
-    for used in (link.nodes[0], link.nodes[0].outbox, mesh, link.hub, link.side, link.interrupts):
-        assert len(getattr(used, "__dict__", ())) <= IN_LINE, type(used)
-    for queue in (link.nodes[0].outbox, mesh):
-        assert not hasattr(queue, "__dict__")  # else one that has no slot would come unseen
+    mesh = link.sender.fan_out((0, 1))
+    for used in (link.nodes[0], link.hub, link.interrupts):
+        assert len(vars(used)) <= IN_LINE, type(used)
+    parts = [getattr(link, name) for name in Link.__slots__]
+    for slotted in (link, *parts, link.nodes[0].outbox, mesh):
+        assert not hasattr(slotted, "__dict__"), type(slotted)  # as of a class among its own without slots
 
 
 def test_a_node_may_be_lost_before_the_session_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread, when a host is not found."""
 
     def late(link: Link, *args: Any, **kwargs: Any) -> ChannelRouter:
-        link.lose(0, "its host was not found")
+        link.losses.lose(0, "its host was not found")
         return ChannelRouter(link, *args, **kwargs)
 
     monkeypatch.setattr(session, "ChannelRouter", late)
@@ -118,7 +119,7 @@ def test_a_wait_within_a_wait_leaves_no_descriptor(link: Link, monkeypatch: pyte
             inner.append((2 * x).sum().item())
         return poll(*args)
 
-    poll = spy(monkeypatch, link, "_poll", within)
+    poll = spy(monkeypatch, link.waiting, "_poll", within)
     assert x.sum().item() == 3
     assert inner == [-1.0, 6.0]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -140,7 +141,7 @@ def test_a_question_that_cannot_be_sent(link: Link) -> None:
     place = torch.ones(3, device="node:1")._place  # type: ignore[attr-defined]
     with pytest.raises(dt.DisttensorError, match="can't be sent"):
         place.session.ask(place, c.Answer, lambda id: c.Ask(id, c.Call(0, 1, (1 << 70,))), None)
-    assert link._requests == {}
+    assert len(link.requests) == 0
 
 
 started, release = threading.Event(), threading.Event()
@@ -183,17 +184,17 @@ def test_the_line_that_a_busy_node_is_at(link: Link, pool: ThreadPoolExecutor) -
 def test_the_end_of_the_session_overtakes_a_flush(
     flush: str, link: Link, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = threading.Event()
+    about = threading.Event()
 
-    def note(outbox: Outbox) -> None:
-        check(outbox)
-        checked.set()
+    def sent(*args: Any) -> None:
+        about.set()
+        send(*args)
 
     x = torch.ones(3, device="node:1")
-    check = spy(monkeypatch, link, "check", note)
-    with link._lock:
-        ending = pool.submit(lambda: link.flush(link.nodes[1].outbox) if flush == "flush" else x.sum().item())
-        assert checked.wait(SOON)  # it is about to send
+    send = spy(monkeypatch, link.sender, "send", sent)
+    with link.lock:
+        ending = pool.submit(lambda: link.sender.flush(link.nodes[1].outbox) if flush == "flush" else x.sum().item())
+        assert about.wait(SOON)  # it is about to send
         link.close()
     with pytest.raises(dt.DisttensorError, match="shut down"):
         ending.result(SOON)
@@ -239,14 +240,14 @@ def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() ->
         link = current.session().link
         xs = [torch.ones(3, device=f"node:{k}") for k in range(4)]
         dt.synchronize()
-        with link._lock:  # nothing else sends
+        with link.lock:  # nothing else sends
             for box in (node.outbox for node in link.nodes):
                 box.set_flush_threshold(100)
             sent = [box.messages for box in (node.outbox for node in link.nodes)]
             dt.all_reduce(xs[1:])
             dt.all_reduce(xs[:2])
             assert [box.messages for box in (node.outbox for node in link.nodes)] == sent
-            link.flush(link.nodes[3].outbox)
+            link.sender.flush(link.nodes[3].outbox)
             assert [box.messages for box in (node.outbox for node in link.nodes)] == [n + 1 for n in sent]
         assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
 
@@ -286,7 +287,7 @@ def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
 
     def ask() -> None:
         while not over.is_set():
-            link.drop(link.request(0))
+            link.requests.drop(link.requests.new(0))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -295,8 +296,8 @@ def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
         try:
             for _ in range(3000):
                 link.nodes[0].outbox.lost = None
-                link.losses.clear()
-                link.lose(0, "its cable was cut")
+                link.losses.errors.clear()
+                link.losses.lose(0, "its cable was cut")
         finally:
             over.set()
             sys.setswitchinterval(before)
@@ -337,7 +338,7 @@ def test_nobody_waits_for_a_launcher_that_is_asked_why_another_node_is_gone(
     launcher = SlowLauncher()
 
     cut(link, 1, monkeypatch, launcher.broken.set)
-    monkeypatch.setattr(link, "launcher", launcher)
+    monkeypatch.setattr(link.losses, "launcher", launcher)
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(lambda: there.sum().item())
         assert launcher.asked.wait(SOON)
@@ -349,7 +350,7 @@ def test_nobody_waits_for_a_launcher_that_is_asked_why_another_node_is_gone(
         with pytest.raises(dt.NodeLost, match="exit code 3"):
             lost.result(SOON)
     assert launcher.in_time == [True]
-    monkeypatch.setattr(link, "launcher", None)
+    monkeypatch.setattr(link.losses, "launcher", None)
     os.close(launcher.descriptor)
 
 
@@ -379,14 +380,14 @@ def test_what_a_launchers_question_is_interrupted_by_does_not_wait_for_its_end(
     launcher = Finalized(lambda: x.sum().item() if then == "waits" else link.close())
 
     cut(link, 1, monkeypatch, launcher.broken.set)
-    monkeypatch.setattr(link, "launcher", launcher)
+    monkeypatch.setattr(link.losses, "launcher", launcher)
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(lambda: x.sum().item())
         with pytest.raises(dt.errors.DisttensorError, match="node 1 is gone" if then == "waits" else "shut down"):
             lost.result(SOON)
     assert launcher.asked.is_set()
     assert ("node 1 is gone" in launcher.said) == (then == "waits")
-    monkeypatch.setattr(link, "launcher", None)
+    monkeypatch.setattr(link.losses, "launcher", None)
     os.close(launcher.descriptor)
     start._end(report=False)
 
@@ -413,8 +414,8 @@ def test_who_waits_does_not_spin_while_another_thread_asks_the_launcher(
 
     os.eventfd_write(launcher.descriptor, 1)
     cut(link, 1, monkeypatch, launcher.broken.set)
-    monkeypatch.setattr(link, "launcher", launcher)
-    readable = spy(monkeypatch, link, "_readable", counted)
+    monkeypatch.setattr(link.losses, "launcher", launcher)
+    readable = spy(monkeypatch, link.waiting, "_readable", counted)
     released.clear()
     with ThreadPoolExecutor(2) as pool:
         lost = pool.submit(lambda: there.sum().item())
@@ -431,7 +432,7 @@ def test_who_waits_does_not_spin_while_another_thread_asks_the_launcher(
             lost.result(SOON)
     assert seen < 50
     assert here.sum().item() == 3
-    monkeypatch.setattr(link, "launcher", None)
+    monkeypatch.setattr(link.losses, "launcher", None)
     os.close(launcher.descriptor)
 
 

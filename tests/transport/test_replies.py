@@ -20,7 +20,8 @@ from msgspec.structs import replace
 import disttensor as dt
 from disttensor.errors import late_warnings
 from disttensor.runtime.master.failures import MAX_FAILURES, MAX_TRACES, Failure, Failures
-from disttensor.runtime.master.link import REPEATED, Link
+from disttensor.runtime.master.link import Link
+from disttensor.runtime.master.replies import REPEATED
 from disttensor.runtime.protocol import codec, side
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
@@ -52,14 +53,14 @@ class Wire:
         """The node says this; when this returns, the link has judged it, and lost the node if need be."""
         with within(1.0, "what comes of a message"):
             self.spoke.send(message)
-            self.link.drain()
+            self.link.replies.drain()
 
     def issue(self, commands: int) -> None:
         """Sends the node so many commands, which may fail now."""
         outbox = self.link.nodes[0].outbox
         for _ in range(commands):
             outbox.add(c.Sync(0))
-        self.link.flush(outbox)
+        self.link.sender.flush(outbox)
 
     def lost(self) -> str:
         return str(self.link.nodes[0].lost or "")
@@ -147,11 +148,11 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     kind, reply = WRONG[name]
     wire.say(HELLO)
     wire.issue(1)
-    request = wire.link.request(0, kind)
+    request = wire.link.requests.new(0, kind)
     assert request.id == 1
     wire.say(reply)
     with pytest.raises(dt.NodeLost, match="broke the protocol") as e:
-        wire.link.wait(request, 20)
+        wire.link.waiting.wait(request, 20)
     assert len(str(e.value)) < 4000  # the other nodes are told, in one message
 
 
@@ -164,7 +165,7 @@ def test_pickles_on_the_side_channel_are_not_opened(tmp_path: Path, monkeypatch:
     link.side.hub = beside
     spoke = beside.spoke(1)
     spoke.send(BOMB)
-    link.lose(0, "its cable was cut")
+    link.losses.lose(0, "its cable was cut")
     assert side.decode(spoke.recv(1) or b"") == side.Gone(0, "its cable was cut")
     link.close()
     spoke.close()
@@ -190,10 +191,10 @@ REASONS: dict[str, tuple[c.Reply, str]] = {
 def test_a_wrong_reason_fails_the_node(name: str, wire: Wire) -> None:
     reply, what = REASONS[name]
     wire.say(HELLO)
-    request = wire.link.request(0, type(reply), 2)
+    request = wire.link.requests.new(0, type(reply), 2)
     wire.say(reply)
     with pytest.raises(dt.NodeLost, match=f"broke the protocol: .*{what}"):
-        wire.link.wait(request, 20)
+        wire.link.waiting.wait(request, 20)
 
 
 def test_reasons_of_honest_nodes_are_taken(wire: Wire) -> None:
@@ -201,9 +202,9 @@ def test_reasons_of_honest_nodes_are_taken(wire: Wire) -> None:
     wire.say(HELLO)
     said = [codec.one_line(text) for text in ("", "fine \t\n\ngr\u00fcn", "\x1b[2J\ud800", "x " * 100_000)]
     assert said[:3] == ["", "fine gr\u00fcn", "?[2J?"]
-    request = wire.link.request(0, c.Unusable, len(said))
+    request = wire.link.requests.new(0, c.Unusable, len(said))
     wire.say(c.Unusable(request.id, tuple(said)))
-    assert wire.link.wait(request, 20) == c.Unusable(request.id, tuple(said))
+    assert wire.link.waiting.wait(request, 20) == c.Unusable(request.id, tuple(said))
 
 
 def told(torch: str = "2.13.0", cpu: str = "AVX2", **abilities: Any) -> c.Hello:
@@ -265,7 +266,7 @@ def test_a_strange_hello_fails_the_node(name: str, wire: Wire) -> None:
 
 def test_addresses_of_a_further_channel_are_looked_at(wire: Wire) -> None:
     wire.say(HELLO)
-    request = wire.link.request(0, c.Opened)
+    request = wire.link.requests.new(0, c.Opened)
     wire.say(c.Opened(request.id, c.Addresses("10.0.0.1:1," * 20_000)))
     assert "broke the protocol: an address of a data channel is at most 4096" in wire.lost()
 
@@ -317,12 +318,12 @@ def test_a_node_cannot_answer_for_another() -> None:
     spokes = [hub.spoke(rank) for rank in range(2)]
     for spoke in spokes:
         spoke.send(codec.encode(c.Report(0, (HELLO,))))
-    link.drain()
-    request = link.request(0, c.Answer)
+    link.replies.drain()
+    request = link.requests.new(0, c.Answer)
     with within(1.0):
         for rank, value in ((1, "false"), (0, "true")):
             spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
-        assert link.wait(request, 20) == c.Answer(request.id, "true")
+        assert link.waiting.wait(request, 20) == c.Answer(request.id, "true")
     assert "broke the protocol: node 1 answers a request to node 0" in str(link.nodes[1].outbox.lost)
     link.close()
     for spoke in spokes:
@@ -359,9 +360,9 @@ def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
     spokes = [hub.spoke(rank) for rank in range(3)]
     for spoke in spokes:
         spoke.send(codec.encode(c.Report(0, (HELLO,))))
-    link.drain()
-    link.lose(1, "its cable was cut")
-    link.flush_all()
+    link.replies.drain()
+    link.losses.lose(1, "its cable was cut")
+    link.sender.flush_all()
     told = [spokes[rank].recv(1) for rank in (0, 2)]
     assert [codec.decode_batch(message or b"").commands for message in told] == [(c.Lost(1, "its cable was cut"),)] * 2
     assert launcher.told.wait(20)  # by the thread that flushes, with no lock held
@@ -377,7 +378,7 @@ def test_what_a_failed_node_still_says_is_dropped(wire: Wire) -> None:
     wire.issue(1)
     for reply in (HELLO, FAILED):
         wire.spoke.send(codec.encode(c.Report(0, (reply,))))
-    wire.link.drain()
+    wire.link.replies.drain()
     assert "a second hello" in wire.lost()
     assert not wire.link.failures
     with pytest.raises(ClosedError):  # its connection is cut: it can't go on without end
@@ -397,11 +398,11 @@ def test_a_report_that_says_nothing_fails_the_node(wire: Wire) -> None:
 
 def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire) -> None:
     wire.say(HELLO)
-    request, other = wire.link.request(0, c.Answer), wire.link.request(0, c.Answer)
+    request, other = wire.link.requests.new(0, c.Answer), wire.link.requests.new(0, c.Answer)
     with pytest.raises(TimeoutError):
-        wire.link.wait(request, 0.001)
-    wire.link.drop(request)
-    wire.link.drop(other)
+        wire.link.waiting.wait(request, 0.001)
+    wire.link.requests.drop(request)
+    wire.link.requests.drop(other)
     wire.say(c.Answer(request.id, 1))
     wire.say(c.Answer(other.id, 2))
     assert wire.lost() == ""
@@ -464,9 +465,9 @@ def test_right_replies_are_taken(wire: Wire) -> None:
     replies = [c.Result(1, b"", told), c.Shapes(2, (None, *told)), c.Poisoned(3, 0, 0), c.Answer(4, None), c.Done(5)]
     wire.say(HELLO)
     wire.issue(1)
-    requests = [wire.link.request(0, kind) for kind in (c.Result, c.Shapes, c.Answer, c.Answer, c.Done)]
+    requests = [wire.link.requests.new(0, kind) for kind in (c.Result, c.Shapes, c.Answer, c.Answer, c.Done)]
     wire.say(*replies)
-    assert [wire.link.wait(request, 20) for request in requests] == replies
+    assert [wire.link.waiting.wait(request, 20) for request in requests] == replies
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

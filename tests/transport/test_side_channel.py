@@ -41,10 +41,10 @@ def test_a_loss_reaches_a_node_that_waits_for_the_lost_one(beside: bool, monkeyp
         pid = int(dt.nodes()[1]["pid"])
         testing.stop(1)
         waiting = x.to("node:0") * 2
-        launcher, channel = link.launcher, link.side.hub
-        link.launcher = None  # nobody ends it
+        launcher, channel = link.losses.launcher, link.side.hub
+        link.losses.launcher = None  # nobody ends it
         link.side.hub = channel if beside else None
-        link.lose(1, "for a test")
+        link.losses.lose(1, "for a test")
         if beside:
             assert (y + 1).sum().item() == 6
             with pytest.raises(dt.NodeLost, match=r"node 1 .* is lost: for a test"):
@@ -52,7 +52,7 @@ def test_a_loss_reaches_a_node_that_waits_for_the_lost_one(beside: bool, monkeyp
         else:
             with pytest.raises(TimeoutError):
                 dt.synchronize(0, timeout=1)
-        link.launcher, link.side.hub = launcher, channel
+        link.losses.launcher, link.side.hub = launcher, channel
         os.kill(pid, signal.SIGKILL)
         assert (y + 2).sum().item() == 9
         with pytest.raises(dt.NodeLost, match="for a test"):

@@ -361,7 +361,8 @@ def test_nothing_stays_wrapped() -> None:
     from disttensor.session import current
 
     session = current.session()
-    patched = [session.questions, session.link, session.link.hub, session.channel, session.nodes[0].outbox]
+    link, box = session.link, session.nodes[0].outbox
+    patched = [session.questions, link.sender, link.waiting, link.hub, session.channel, box]
 
     def found() -> list[object]:
         return [*(dict(vars(type(owner))) for owner in patched), *(set(getattr(o, "__dict__", ())) for o in patched)]

@@ -48,7 +48,7 @@ class Script:
         hub = KeepingHub(NODES)
         self.link, self.logs = Link(hub, NODES, None, lambda error: None), hub.logs
         self.queues: list[CommandQueue] = [node.outbox for node in self.link.nodes]
-        self.queues += [self.link.fan_out(ranks) for ranks in FANS]
+        self.queues += [self.link.sender.fan_out(ranks) for ranks in FANS]
         self.refs = itertools.count(1)
 
     def issue(self, queue: CommandQueue, uses: list[int]) -> int:
@@ -57,7 +57,7 @@ class Script:
         commands = queue.commands
         commands += (c.Call(0, out, tuple(out - ref for ref in uses)), None)
         if len(commands) >= queue.limit:
-            self.link.tick(queue)
+            self.link.sender.at_limit(queue)
         return out
 
     def commands(self, rank: int) -> list[c.Command]:
@@ -83,7 +83,7 @@ class Script:
                     assert gone.isdisjoint(used), f"node {rank} uses {used & gone} behind their free"
 
     def end(self) -> None:
-        self.link.flush_all()
+        self.link.sender.flush_all()
         self.close()
 
     def close(self) -> None:
@@ -128,16 +128,16 @@ def run(steps: list[tuple[str, int, int, int]]) -> None:
             else:
                 ref = next(script.refs)
                 if queue.add(c.Call(0, ref, tuple(ref - use for use in uses))):
-                    script.link.tick(queue)
+                    script.link.sender.at_limit(queue)
             issued.append((queue.ranks, ref))
             alive.append((ref, queue))
         elif kind == "drop" and alive:
             ref, owner = alive.pop(b % len(alive))
             owner.dead.append(ref)
         elif kind == "flush":
-            script.link.flush(queue)
+            script.link.sender.flush(queue)
         elif kind == "flush_all":
-            script.link.flush_all()
+            script.link.sender.flush_all()
     for ref, owner in alive:
         owner.dead.append(ref)
     script.end()
@@ -182,7 +182,7 @@ def work(script: Script, shared: Shared, seed: int, steps: int) -> None:
         shared.times[ref] = before, next(shared.clock), queue.ranks
         shared.alive.append((ref, queue))
         if chance.random() < 0.02:
-            script.link.flush_all()
+            script.link.sender.flush_all()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -198,7 +198,7 @@ def test_threads_that_hand_tensors_on(seed: int, script: Script) -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    script.link.flush_all()
+    script.link.sender.flush_all()
     for rank in range(NODES):
         got = outs(script.commands(rank))
         assert sorted(got) == sorted(ref for ref, (_, _, ranks) in shared.times.items() if rank in ranks)
@@ -213,10 +213,10 @@ def test_threads_that_hand_tensors_on(seed: int, script: Script) -> None:
 
 
 def test_a_command_is_encoded_once_and_numbered_for_each(script: Script) -> None:
-    node, mesh = script.queues[0], script.link.fan_out((0, 1, 2, 3))
+    node, mesh = script.queues[0], script.link.sender.fan_out((0, 1, 2, 3))
     script.issue(node, [])
     script.issue(mesh, [])
-    script.link.flush_all()
+    script.link.sender.flush_all()
     batches = {rank: [codec.decode_batch(m) for m in script.logs[rank]] for rank in range(NODES)}
     assert [b.first for b in batches[0]] == [0, 1]
     assert [b.first for b in batches[3]] == [0]
@@ -227,8 +227,8 @@ def test_a_command_is_encoded_once_and_numbered_for_each(script: Script) -> None
 
 
 def test_the_same_nodes_have_one_queue(script: Script) -> None:
-    assert script.link.fan_out((0, 1)) is script.link.fan_out((0, 1))
-    assert script.link.fan_out((1, 0)) is not script.link.fan_out((0, 1))
+    assert script.link.sender.fan_out((0, 1)) is script.link.sender.fan_out((0, 1))
+    assert script.link.sender.fan_out((1, 0)) is not script.link.sender.fan_out((0, 1))
 
 
 def test_at_most_one_of_two_that_overlap_is_open(script: Script) -> None:
@@ -242,15 +242,15 @@ def test_at_most_one_of_two_that_overlap_is_open(script: Script) -> None:
 
 def test_a_free_waits_for_a_use_whose_thread_is_about_to_open_its_queue(script: Script) -> None:
     """It has appended a command to a queue that is shut, and has not looked at its limit yet."""
-    node, mesh = script.queues[1], script.link.fan_out((0, 1, 2, 3))
+    node, mesh = script.queues[1], script.link.sender.fan_out((0, 1, 2, 3))
     ref = script.issue(mesh, [])
-    script.link.flush_all()
+    script.link.sender.flush_all()
     script.issue(mesh, [])
     out = next(script.refs)
     node.queue += (c.Call(0, out, (out - ref,)), None)
     mesh.dead.append(ref)
-    script.link.flush(mesh)
-    script.link.flush_all()
+    script.link.sender.flush(mesh)
+    script.link.sender.flush_all()
     assert out in outs(script.commands(1))
     script.check_frees()
 
@@ -259,13 +259,13 @@ def test_a_free_waits_for_a_use_whose_thread_is_about_to_open_its_queue(script: 
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_what_is_dead_is_freed_before_much_is_made(dies: int, made: int, script: Script) -> None:
     """Whichever of the queues that overlap has the one and the other."""
-    queues = [script.queues[1], script.link.fan_out((0, 1)), script.link.fan_out((1, 2, 3))]
+    queues = [script.queues[1], script.link.sender.fan_out((0, 1)), script.link.sender.fan_out((1, 2, 3))]
     ref = script.issue(queues[dies], [])
     used = script.issue(script.queues[1], [ref])
     queues[dies].dead.append(ref)
     queues[made].free_dead()
     out = script.issue(queues[made], [])
-    script.link.flush_all()
+    script.link.sender.flush_all()
     got = script.commands(1)
     assert outs(got) == [ref, used, out]
     (at,) = (at for at, command in enumerate(got) if command == c.Free(ref, ()))
@@ -276,28 +276,28 @@ def test_what_is_dead_is_freed_before_much_is_made(dies: int, made: int, script:
 
 def test_much_that_is_made_in_turns_is_sent(script: Script) -> None:
     """Each packs what is dead, so that no queue ever is long enough to be flushed."""
-    node, mesh = script.queues[1], script.link.fan_out((0, 1, 2, 3))
+    node, mesh = script.queues[1], script.link.sender.fan_out((0, 1, 2, 3))
     for _ in range(400):
         for queue in (node, mesh):
             queue.dead.append(script.issue(queue, []))
             queue.free_dead()
     assert len(script.commands(1)) > 400
-    script.link.flush_all()
+    script.link.sender.flush_all()
     script.check_frees()
 
 
 def test_when_a_member_is_lost_the_others_have_what_was_issued(script: Script) -> None:
-    mesh = script.link.fan_out((1, 2, 3))
-    script.link.open(mesh)
+    mesh = script.link.sender.fan_out((1, 2, 3))
+    script.link.sender.open(mesh)
     mesh.set_flush_threshold(100)
     ref = script.issue(mesh, [])
     assert mesh.queue
-    script.link.lose(2, "killed")
+    script.link.losses.lose(2, "killed")
     with pytest.raises(NodeLost, match="node 2"):
         script.issue(mesh, [ref])
     kept = script.issue(script.queues[1], [ref])
     mesh.dead.append(ref)
-    script.link.flush_all()
+    script.link.sender.flush_all()
     assert outs(script.commands(1)) == [ref, kept]
     assert outs(script.commands(3)) == [ref]
     assert c.Free(ref, ()) in script.commands(1)
@@ -307,7 +307,7 @@ def test_when_a_member_is_lost_the_others_have_what_was_issued(script: Script) -
 
 def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Script) -> None:
     """The other members may have answered before they heard of the loss."""
-    mesh = script.link.fan_out((0, 1, 2))
+    mesh = script.link.sender.fan_out((0, 1, 2))
     spokes = [script.link.hub.spoke(rank) for rank in range(3)]  # type: ignore[attr-defined]
     hello = c.Hello(
         PROTOCOL, "job", 1, "host", str(torch.__version__), "3.11.0", ("cpu",), False, Addresses("a:1"),
@@ -315,18 +315,18 @@ def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Scr
     )  # fmt: skip
     for spoke in spokes:
         spoke.send(codec.encode(c.Report(0, (hello,))))
-    script.link.drain()
-    request = script.link.request_all(mesh, c.Answer)
-    script.link.lose(1, "killed")
+    script.link.replies.drain()
+    request = script.link.requests.new_to_all(mesh, c.Answer)
+    script.link.losses.lose(1, "killed")
     with pytest.raises(NodeLost, match="node 1"):
-        script.link.wait(request)
+        script.link.waiting.wait(request)
     for rank in (0, 2):
         spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, 1.0),))))
-    script.link.drain()
+    script.link.replies.drain()
     assert [script.link.nodes[rank].lost is None for rank in range(3)] == [True, False, True]
     for rank in (0, 2):
         spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, 1.0),))))
-    script.link.drain()
+    script.link.replies.drain()
     assert script.link.nodes[0].lost is not None  # once only
     for spoke in spokes:
         spoke.close()

@@ -29,7 +29,12 @@ class Starting:
     ) -> None:
         self.now, self._comes, self._state = 1000.0, comes, state
         self._nodes = [SimpleNamespace(said_hello=None, hello=HELLO) for _ in range(nodes)]
-        link = SimpleNamespace(nodes=self._nodes, losses=[], drain=lambda: None, pause=self._pause)
+        link = SimpleNamespace(
+            nodes=self._nodes,
+            losses=SimpleNamespace(errors=[]),
+            replies=SimpleNamespace(drain=lambda: None),
+            waiting=SimpleNamespace(pause=self._pause),
+        )
         launcher = SimpleNamespace(missing=lambda ranks: state(self.now - 1000.0))
         self.session: Any = SimpleNamespace(link=link, job="a job", launcher=launcher)
         monkeypatch.setattr(start.time, "monotonic", lambda: self.now)

@@ -32,7 +32,7 @@ def met(hello: c.Hello) -> None:
     """Meets a node that says this."""
     node = Node(0)
     node.said_hello = hello
-    link = SimpleNamespace(nodes=[node], losses=[])
+    link = SimpleNamespace(nodes=[node], losses=SimpleNamespace(errors=[]))
     meet(cast(Any, SimpleNamespace(link=link, job="a job", launcher=None)), [0], 1)
 
 

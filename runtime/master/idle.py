@@ -1,0 +1,146 @@
+"""The idle flush: one small thread sends what was left in queues, and looks after what nobody waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ..process.own_time import Standstill
+from ..protocol.errors import ClosedError
+from .link_state import LinkState
+from .losses import HEARD, Losses
+from .replies import Replies
+from .requests import Requests
+from .sender import Sender
+from .side_channels import SideChannels
+
+#: Commands that nobody flushed leave after about this long (seconds).
+IDLE = 0.002
+#: Seconds for which the thread rests at most, when for a while nothing was left.
+REST = 0.5
+#: Seconds between two looks for connections whose other end does not answer.
+DEAF = 1.0
+#: Seconds for which this process stood still after which that is said.
+STILL = 5.0
+
+#: The cause of a loss that no process has told of.
+_SILENT = "nothing that it was sent has arrived for long: its host is gone, or the network to it is"
+#: The cause of a node's loss that sends a message without an end.
+_ENDLESS = "broke the protocol: a message that never ends"
+
+_log = logging.getLogger("disttensor")
+
+
+class IdleFlush:
+    """The thread that flushes after a short idle."""
+
+    __slots__ = ("_losses", "_replies", "_requests", "_sender", "_side", "_state", "_thread")
+
+    def __init__(
+        self,
+        state: LinkState,
+        requests: Requests,
+        losses: Losses,
+        replies: Replies,
+        sender: Sender,
+        side: SideChannels,
+    ) -> None:
+        self._state, self._requests, self._losses = state, requests, losses
+        self._replies, self._sender, self._side = replies, sender, side
+        self._thread = threading.Thread(target=self._run, name="disttensor-flush", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until the thread has ended, as it does when the link is closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        """Sends what an issuing thread left behind, so that nodes work while the script does something else."""
+        quiet, said, looked, standstill = 0, False, 0.0, Standstill()
+        try:
+            while not self._state.closed:
+                try:
+                    looked = self._look_at_time(standstill, looked)
+                    quiet = self._look_about(quiet)
+                except ClosedError:  # from the hub: a Ctrl-C came while the session was made
+                    return
+                except Exception:  # without this thread nothing would leave by itself any more
+                    if not said:
+                        _log.exception("what flushes behind the script's back failed; it goes on")
+                    said = True
+        finally:
+            standstill.close()
+
+    def _look_at_time(self, standstill: Standstill, looked: float) -> float:
+        """Does what is due now and then: has deaf connections cut, tells nodes what they could not be told before, says
+        which functions go on although they were cancelled, and logs that this process stood still between two rounds.
+
+        ``looked``: when connections were looked at. Returns that for the next call.
+        """
+        now, stood = time.monotonic(), standstill.look()
+        if now - looked > DEAF:
+            looked = now
+            self._cut_off()
+            with self._state.lock:
+                if not self._state.closed:
+                    self._side.cut_endless()
+                    if self._side.behind:
+                        self._side.tell(self._state.there())
+        for request, cancelled in list(self._side.cancelled.items()):
+            if not self._requests.is_under_way(cancelled.node, request) or cancelled.look(self._losses.look):
+                del self._side.cancelled[request]
+        if stood > STILL:
+            _log.warning(
+                "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
+                "waited meanwhile, and those of this host are all there",
+                stood,
+            )
+        return looked
+
+    def _cut_off(self) -> None:
+        """Cuts the connections that are of no use any more, and marks their nodes as lost.
+
+        At once: that they end then, as the launcher will say, is not why they are lost.
+        """
+        with self._state.lock:
+            for ranks, why in ((self._state.hub.cut_deaf(), _SILENT), (self._state.hub.cut_endless(), _ENDLESS)):
+                for rank in ranks:
+                    self._losses.lose(rank, why)
+
+    def _look_about(self, quiet: int) -> int:
+        """Does one round of the idle flush; returns the new count.
+
+        ``quiet``: the number of rounds in a row that have found nothing to do.
+        """
+        if quiet > 10:
+            self._state.wake.clear()
+            self._state.parked = True
+            for queue in self._state.queues:
+                if queue.batch:
+                    queue.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
+            self._state.wake.wait(REST)
+            self._state.parked = False
+            quiet = 0
+        queues = self._state.queues
+        before = [(q.moved, len(q.queue)) for q in queues]
+        time.sleep(IDLE)
+        if self._state.closed:
+            return 0
+        quiet += 1
+        self._state.interrupts.remind()
+        for queue, (moved, queued) in zip(queues, before, strict=True):
+            left = queue.pieces or queue.ready
+            if queue.moved != moved and not left:
+                quiet = 0
+            elif (queued or queue.dead or left or queue.unheld) and queue.there:
+                quiet = 0
+                with self._state.lock:
+                    if not self._state.closed and (left or not queue.full):
+                        self._sender.pack_and_send(queue)
+        if self._losses.launcher is not None and not self._losses.ask_launcher():
+            self._losses.give_up_late(HEARD)
+        if self._losses.launcher is not None or quiet == 1:
+            self._replies.lock_and_take_in()
+        return quiet

@@ -1,0 +1,122 @@
+"""What the parts of a link share: the nodes, their queues, the lock, and whether anything can be used. No I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+from ..process.signals import Interrupts
+from ..transport.base import Hub
+from . import unusable
+from .command_queue import CommandQueue, frees_queued
+from .failures import Failures
+from .fan_out import FanOuts
+from .node import Node
+
+
+class LinkState:
+    """The nodes, their queues and the lock, which each part of a link is given."""
+
+    __slots__ = (
+        "__weakref__",
+        "_local",
+        "closed",
+        "closing",
+        "failures",
+        "fan_outs",
+        "hub",
+        "interrupts",
+        "is_forked",
+        "lock",
+        "nodes",
+        "parked",
+        "patient",
+        "queues",
+        "told_losses",
+        "wake",
+    )
+
+    def __init__(self, hub: Hub, nodes: int, interrupts: Interrupts | None = None) -> None:
+        """``interrupts``: those that have wrapped the handlers of signals already."""
+        self.hub = hub
+        self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
+        self.fan_outs = FanOuts()
+        #: all queues; replaced, never changed, as other threads go through it
+        self.queues: list[CommandQueue] = [node.outbox for node in self.nodes]
+        self.failures = Failures()
+        self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
+        self.interrupts = interrupts or Interrupts()
+        self.patient = True  #: whether a full window blocks; False at the end of a script
+        self.closing = False  #: whether nodes have been told to end, so that their end is no loss
+        self.closed = False
+        self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
+        self.lock = threading.RLock()  #: held around each use of the hub, and where queues are packed
+        self.wake = threading.Event()  #: wakes the thread of the idle flush
+        self.parked = False  #: whether that thread waits for work
+        self._local = threading.local()
+
+    def there(self) -> list[Node]:
+        """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
+        return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
+
+    def check(self, queue: CommandQueue) -> None:
+        """Raises the error that makes a place unusable: ForkError, DisttensorError after shutdown, NodeLost. There is
+        none while its queue is not ``over``."""
+        if self.is_forked:
+            raise unusable.forked()
+        if self.closed:
+            queue.discard()
+            raise unusable.ended()
+        lost = queue.lost
+        if lost is not None:
+            queue.discard()
+            if not getattr(self._local, "unheard", False):
+                self.told_losses.add(lost.rank)
+            error = lost.again()
+            if note := queue.where(lost.rank):
+                error.add_note(note)
+            try:
+                raise error
+            finally:
+                del error  # its frames would have it, and keep a user's tensors until the collector comes
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Surrounds what catches NodeLost itself: a loss that this thread meets in it stays one that the script has not
+        been told of."""
+        local = self._local
+        before = getattr(local, "unheard", False)
+        local.unheard = True
+        try:
+            yield
+        finally:
+            local.unheard = before
+
+    def issued(self) -> int:
+        """Returns how many commands have been issued, without the frees, from some number on that may be below 0. Takes
+        no lock: it may be too many while a thread packs a queue."""
+        freed = frees_queued()
+        return sum([queue.moved + len(queue.queue) // 2 for queue in self.queues]) - freed
+
+    def count_issued(self) -> int:
+        """Returns how many commands have been issued, without the frees."""
+        with self.lock:
+            return self.issued()
+
+    def note(self, ranks: Iterable[int], words: str) -> None:
+        """Has the failures of what is issued to nodes from now on say what the script was at, until the next note."""
+        with self.lock:
+            for rank in ranks:
+                self.nodes[rank].note(words)
+
+    def forked(self) -> None:
+        """Makes a forked child's copy unusable: nothing works any more, and nothing leaves."""
+        self.is_forked = True
+        self.lock = threading.RLock()  # a thread of the parent may have held the old one
+        self.wake = threading.Event()
+        self.hub.forked()
+        for node in self.nodes:
+            node.forked()
+        for fan_out in self.fan_outs.values():
+            fan_out.forked()

@@ -1,0 +1,123 @@
+"""Reports of nodes: takes them from the hub, checks them, and passes on what they say.
+
+Hub.drain --> Report --> acknowledge, failures, requests        under the link's lock
+"""
+
+from __future__ import annotations
+
+from ..process.signals import uninterrupted
+from ..protocol import codec
+from ..protocol import commands as c
+from ..protocol.errors import ProtocolError
+from ..protocol.failure_ids import position
+from .failures import Failure
+from .link_state import LinkState
+from .losses import Losses
+from .node import Node
+from .requests import Requests
+
+#: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
+REPEATED = 256
+
+
+class Replies:
+    """The way in: what nodes report. A node that breaks the protocol is lost."""
+
+    __slots__ = ("_hub", "_losses", "_nodes", "_requests", "_state")
+
+    def __init__(self, state: LinkState, requests: Requests, losses: Losses) -> None:
+        self._state, self._requests, self._losses = state, requests, losses
+        self._hub, self._nodes = state.hub, state.nodes
+
+    def drain(self) -> None:
+        """Takes in what has arrived, and waits until it is known why nodes are gone. Callable by any thread."""
+        self.lock_and_take_in()
+        if self._losses.unexplained:
+            self._losses.explain()
+
+    @uninterrupted
+    def lock_and_take_in(self) -> None:
+        """Takes in what has arrived, and leaves connections that have ended to be explained."""
+        with self._state.lock:
+            self.take_in()
+
+    def take_in(self) -> None:
+        """Takes in what has arrived. The caller holds the lock."""
+        if self._state.closed or self._state.is_forked:
+            return
+        for rank, message in self._hub.drain():
+            node = self._nodes[rank]
+            if node.lost is not None:
+                continue  # the node was given up: its messages come too late
+            try:
+                report = codec.decode_report(message)
+                if not 0 <= report.done <= node.outbox.sent:
+                    raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
+                if not report.replies and report.done <= node.outbox.done:
+                    raise ProtocolError("a report that says nothing")
+                for reply in report.replies:
+                    self._take(node, reply)
+            except ProtocolError as e:
+                self._losses.lose(rank, f"broke the protocol: {e}")
+                self._hub.cut(rank)  # what it goes on sending is not to be taken in
+                continue
+            node.outbox.acknowledge(report.done)
+            node.busy = report.busy
+        for rank in self._hub.gone():
+            self._losses.connection_ended(rank, "its connection ended")
+
+    def _take(self, node: Node, reply: c.Reply) -> None:
+        codec.check_reply(reply)
+        rank, hello = node.rank, node.said_hello
+        if isinstance(reply, c.Hello):
+            if hello is not None:
+                raise ProtocolError("a second hello")
+            node.said_hello = reply
+        elif hello is None:
+            raise ProtocolError(f"a {type(reply).__name__} before its hello")
+        elif isinstance(reply, c.Failed):
+            seq = position(reply.seq)[0]
+            if not 0 <= seq < node.outbox.sent:
+                raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
+            if not -1 <= reply.lost < len(self._nodes) or reply.lost == rank:
+                raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
+            if (rank, reply.seq) not in self._state.failures:
+                site, noted = node.outbox.site(seq), node.noted(seq)
+                failure = Failure(rank, hello.host, hello.pid, reply, site, noted=noted)
+                if reply.holdings is not None:  # now, as the history forgets
+                    failure.makers = node.makers({held.ref for held in reply.holdings.largest})
+                self._state.failures.keep(failure)
+                return
+            node.repeated += 1
+            if node.repeated > REPEATED:
+                raise ProtocolError(f"{node.repeated} failures that it has told before")
+        elif isinstance(reply, c.Warned):
+            seq = position(reply.seq)[0]
+            if not 0 <= seq < node.outbox.sent:
+                raise ProtocolError(f"a warning of command {reply.seq}, and {node.outbox.sent} were sent")
+            self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
+        else:
+            request = self._requests.get(reply.request)
+            if request is None:
+                if reply.request not in node.unawaited:
+                    raise ProtocolError(f"{type(reply).__name__} {reply.request}, which nobody has asked for")
+                node.unawaited.discard(reply.request)
+                return
+            if request.node != rank and not request.asks(rank):
+                raise ProtocolError(f"node {rank} answers a request to node {request.node}")
+            if isinstance(reply, c.Poisoned):
+                self._check_cause(reply)
+            elif not isinstance(reply, request.kind):
+                raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
+            elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
+                raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
+            node.answered = reply.request
+            self._requests.answer(request, rank, reply)
+
+    def _check_cause(self, reply: c.Poisoned) -> None:
+        """Refuses a cause that cannot be: the failure of a command that no node was sent. Raises ProtocolError."""
+        seq = position(reply.seq)[0]
+        if not (0 <= reply.rank < len(self._nodes) and 0 <= seq < self._nodes[reply.rank].outbox.sent):
+            raise ProtocolError(
+                f"the failure of command {reply.seq} of node {reply.rank}, which was not sent that many"
+            )

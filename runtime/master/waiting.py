@@ -1,0 +1,139 @@
+"""Waits for nodes. There is no receiving thread: a thread that waits polls the hub's descriptor without the lock, and
+takes in what arrives. It wakes the others whose answers it took."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from ..process.signals import uninterrupted
+from ..protocol import commands as c
+from .link_state import LinkState
+from .losses import Losses
+from .patience import Patience
+from .replies import Replies
+from .requests import Request, Requests, Waker
+
+#: Seconds between two checks of a node that neither dies nor answers, while a thread waits for it.
+TICK = 0.5
+
+
+class Waiting:
+    """The threads that wait for nodes, and what they poll with."""
+
+    __slots__ = ("_hub_fd", "_interrupts", "_local", "_losses", "_nodes", "_replies", "_requests", "_state")
+
+    def __init__(self, state: LinkState, requests: Requests, losses: Losses, replies: Replies) -> None:
+        self._state, self._requests, self._losses, self._replies = state, requests, losses, replies
+        self._nodes, self._interrupts, self._hub_fd = state.nodes, state.interrupts, state.hub.fileno()
+        self._local = threading.local()
+
+    def wait(
+        self,
+        request: Request,
+        timeout: float | None = None,
+        until: Callable[[], bool] | None = None,
+        explain: bool = True,
+    ) -> c.Reply | None:
+        """Waits until the request is resolved (or ``until()`` holds); returns its reply. ``explain``: say why it takes
+        long.
+
+        Interruptible. Raises NodeLost when the node is lost, TimeoutError after ``timeout`` seconds.
+        """
+        queue = self._nodes[request.node].outbox if request.queue is None else request.queue
+        poller, waker = self._poller()
+        request.waker = waker
+        deadline = None if timeout is None else time.monotonic() + timeout
+        patience, turns = None, 0
+        try:
+            while not request.done and not (until is not None and until()):
+                if queue.over:
+                    self._state.check(queue)
+                left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
+                ready, turns = self._poll(poller, waker, left), turns + 1
+                if self._interrupts.pending:
+                    self._interrupts.check()
+                if self._losses.unexplained:
+                    self._losses.explain()
+                if patience is not None:
+                    patience.look(self._nodes[request.node], self._state.there(), self._losses.look)
+                elif explain and (not ready or turns > 100):  # a wait that takes long
+                    patience = Patience()
+        finally:
+            request.waker = None
+            if not self._local.idle:
+                self._local.idle.append((poller, waker))
+            self._requests.drop(request)
+        if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
+            self._state.check(queue)
+        queue.restart()
+        return request.reply
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps until something may have arrived, and takes it in."""
+        poller, waker = self._poller()
+        try:
+            self._poll(poller, waker, seconds)
+            if self._losses.unexplained:
+                self._losses.explain()
+        finally:
+            if not self._local.idle:
+                self._local.idle.append((poller, waker))
+
+    def _poller(self) -> tuple[select.poll, Waker]:
+        """Returns a poll object for this thread and its waker. The caller puts both back, unless some are there:
+        those of a wait within its own, which would keep a descriptor for as long as the thread lives.
+        """
+        try:
+            return self._local.idle.pop()  # type: ignore[no-any-return]
+        except (AttributeError, IndexError):  # the thread's first wait, or a signal handler's in the middle of another
+            poller, waker = select.poll(), Waker()
+            for fd in (self._hub_fd, waker.fd):
+                poller.register(fd, select.POLLIN)
+            self._watch_launcher(poller, waker, True)
+            self._local.__dict__.setdefault("idle", [])
+            return poller, waker
+
+    def _poll(self, poller: select.poll, waker: Waker, seconds: float) -> bool:
+        """Waits until something may have arrived, and takes it in; returns False if nothing has."""
+        waker.polling = True
+        ready = poller.poll(seconds * 1000)
+        waker.polling = False
+        asked = self._readable(ready, waker)
+        if not asked or (waker.launcher < 0 and self._losses.launcher is not None):
+            self._watch_launcher(poller, waker, asked)
+        return bool(ready)
+
+    def _watch_launcher(self, poller: select.poll, waker: Waker, on: bool) -> None:
+        """Has a thread's next polls end when the launcher has something to report, or not."""
+        if not on and waker.launcher >= 0:
+            poller.unregister(waker.launcher)
+            waker.launcher = -1
+        elif on and waker.launcher < 0:
+            with self._state.lock:  # so that the launcher is not stopped meanwhile
+                if self._losses.launcher is not None:
+                    waker.launcher = self._losses.launcher.fileno()
+                    poller.register(waker.launcher, select.POLLIN)
+
+    @uninterrupted
+    def _readable(self, ready: list[tuple[int, int]], waker: Waker) -> bool:
+        """Takes in what a poll has found. After a poll that found nothing it asks the launcher, too.
+
+        Returns False where the launcher has something to report that this thread could not take: another one does, or
+        there is no launcher any more. A poll would only find that again.
+        """
+        ask = not ready
+        for fd, _ in ready:
+            if fd == waker.fd:
+                os.eventfd_read(fd)
+            elif fd != self._hub_fd:
+                ask = True
+        asked = not ask or (self._losses.ask_launcher() and (self._losses.launcher is not None or not ready))
+        with self._state.lock:
+            self._replies.take_in()
+        return asked

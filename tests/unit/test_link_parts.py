@@ -1,0 +1,303 @@
+"""The parts of a link: each is made alone, of those before it, and reads nothing that another keeps to itself."""
+
+from __future__ import annotations
+
+import ast
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from sources import Source, below, refuse
+from spies import spy
+
+from disttensor.runtime.host.launcher import Exited, Launcher, Started
+from disttensor.runtime.master import waiting
+from disttensor.runtime.master.idle import IdleFlush
+from disttensor.runtime.master.link_state import LinkState
+from disttensor.runtime.master.losses import Losses
+from disttensor.runtime.master.replies import Replies
+from disttensor.runtime.master.requests import Requests
+from disttensor.runtime.master.sender import Sender
+from disttensor.runtime.master.side_channels import SideChannels
+from disttensor.runtime.master.waiting import Waiting
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.arguments import Addresses
+from disttensor.runtime.protocol.bundle import PROTOCOL, Bundle
+from disttensor.runtime.protocol.errors import BrokenError, DisttensorError, ForkError, NodeLost
+from disttensor.runtime.transport.base import Hub
+
+#: Seconds for what takes a moment; longer is a hang.
+SOON = 20
+
+HELLO = c.Hello(
+    PROTOCOL, "job", 1, "host", "2.0", "3.11.0", ("cpu",), False, Addresses("a:1"),
+    c.Abilities("AVX2", False, False, False),
+)  # fmt: skip
+
+
+class FakeHub(Hub):
+    """Keeps what is sent, and gives out what a test says has arrived."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes]] = []
+        self.arrived: list[tuple[int, bytes]] = []
+        self.ended: list[int] = []
+        self.were_cut: list[int] = []
+        self.broken: set[int] = set()
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+        self.has_sent = threading.Event()
+
+    def send(self, rank: int, message: bytes) -> None:
+        if rank in self.broken:
+            raise BrokenError(f"node {rank} is gone")
+        self.sent.append((rank, message))
+        self.has_sent.set()
+
+    def drain(self) -> list[tuple[int, bytes]]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def fileno(self) -> int:
+        return self.event
+
+    def gone(self) -> list[int]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def admit(self, rank: int, key: str) -> None: ...
+
+    def cut(self, rank: int) -> None:
+        self.were_cut.append(rank)
+
+    def forked(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def say(self, rank: int, *replies: c.Reply, done: int = 0) -> None:
+        """A report of a node arrives."""
+        self.arrived.append((rank, codec.encode(c.Report(done, replies))))
+        os.eventfd_write(self.event, 1)
+
+    def commands(self, rank: int) -> list[c.Command]:
+        """What a node was sent."""
+        return [each for to, data in self.sent if to == rank for each in codec.decode_batch(data).commands]
+
+
+class FakeLauncher(Launcher):
+    """Says how nodes have ended, when it is asked."""
+
+    def __init__(self, *exited: Exited) -> None:
+        self.exited, self.ended, self.looked = list(exited), list[int](), list[int]()
+        self.descriptor = os.eventfd(1, os.EFD_NONBLOCK)  # it always has something to say
+
+    def start(self, bundles: Sequence[Bundle]) -> None: ...
+
+    def stop(self, grace: float) -> None:
+        os.close(self.descriptor)
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def events(self) -> list[Started | Exited]:
+        events, self.exited = self.exited, []
+        return [*events]
+
+    def end(self, rank: int) -> None:
+        self.ended.append(rank)
+
+    def look(self, rank: int) -> None:
+        self.looked.append(rank)
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    made = FakeHub()
+    yield made
+    os.close(made.event)
+
+
+@pytest.fixture
+def state(hub: FakeHub) -> Iterator[LinkState]:
+    """Two nodes, both there."""
+    made = LinkState(hub, 2)
+    for node in made.nodes:
+        node.said_hello = HELLO
+    yield made
+    made.interrupts.restore()
+
+
+class Parts:
+    """The parts up to ``Sender``, for those that stand behind them."""
+
+    def __init__(self, state: LinkState, launcher: Launcher | None = None) -> None:
+        self.told: list[NodeLost] = []
+        self.side = SideChannels()
+        self.requests = Requests(state)
+        self.losses = Losses(state, self.requests, self.side, launcher, self.told.append)
+        self.replies = Replies(state, self.requests, self.losses)
+        self.waiting = Waiting(state, self.requests, self.losses, self.replies)
+        self.sender = Sender(state, self.requests, self.losses, self.replies, self.waiting)
+
+
+# ---- each alone ------------------------------------------------------------------------------------------------------
+
+
+def test_the_state(state: LinkState) -> None:
+    box = state.nodes[1].outbox
+    state.check(box)
+    box.lose(NodeLost(1, "a", 1, "it fell"))
+    with state.unheard(), pytest.raises(NodeLost, match="it fell"):
+        state.check(box)
+    assert state.told_losses == set()
+    with pytest.raises(NodeLost, match="it fell"):
+        state.check(box)
+    assert state.told_losses == {1}
+    assert state.there() == [state.nodes[0]]
+    state.closed = True
+    with pytest.raises(DisttensorError, match="shut down"):
+        state.check(state.nodes[0].outbox)
+    state.forked()
+    with pytest.raises(ForkError):
+        state.check(state.nodes[0].outbox)
+
+
+def test_requests(state: LinkState) -> None:
+    requests, told = Requests(state), list[str]()
+    one, two = requests.new(0), requests.new(1, c.Answer)
+    three = requests.new_told(1, c.Result, lambda: told.append("over"))
+    assert (len(requests), list(requests)) == (3, [one, two, three])
+    assert requests.waited_for(1, c.Result) == [three.id]
+    requests.answer(two, 1, c.Answer(two.id, "1"))
+    assert (two.done, two.reply) == (True, c.Answer(two.id, "1"))
+    requests.drop(one)
+    assert requests.get(one.id) is None
+    assert state.nodes[0].unawaited == {one.id}
+    assert requests.is_under_way(state.nodes[0], one.id)
+    requests.lose(1)
+    assert (three.done, three.reply, told, len(requests)) == (True, None, ["over"], 0)
+    four = requests.new(0)
+    requests.end()
+    assert four.done
+
+
+def test_losses_with_nobody_to_explain_them(state: LinkState) -> None:
+    told = list[NodeLost]()
+    losses = Losses(state, Requests(state), SideChannels(), None, told.append)
+    losses.disconnected(1, "its cable was cut")
+    losses.disconnected(1, "again")
+    assert [str(each.cause) for each in told] == ["its cable was cut"]
+    assert losses.errors == told
+    assert state.nodes[0].outbox.queue[::2] == [c.Lost(1, "its cable was cut")]
+    assert not losses.unexplained
+
+
+def test_losses_that_a_launcher_explains(state: LinkState) -> None:
+    launcher = FakeLauncher(Exited(1, 5, "exit code 3", 3, ("a last line",)))
+    losses = Losses(state, Requests(state), SideChannels(), launcher, lambda error: None)
+    losses.disconnected(1, "its connection ended")
+    assert (list(losses.unexplained), losses.errors) == ([1], [])
+    losses.explain()
+    assert [error.cause for error in losses.errors] == ["exit code 3"]
+    losses.look(state.nodes[0])
+    losses.ask_launcher()
+    assert (launcher.ended, launcher.looked) == ([1], [0])  # the process may be stopped, or cut off
+    launcher.stop(0)
+
+
+def test_replies(hub: FakeHub, state: LinkState) -> None:
+    requests = Requests(state)
+    losses = Losses(state, requests, SideChannels(), None, lambda error: None)
+    replies, request = Replies(state, requests, losses), requests.new(0, c.Answer)
+    hub.say(0, c.Answer(request.id, "7"))
+    hub.say(1, c.Answer(request.id, "8"))
+    replies.drain()
+    assert request.reply == c.Answer(request.id, "7")
+    assert [(error.rank, "nobody has asked for" in error.cause) for error in losses.errors] == [(1, True)]
+    assert hub.were_cut == [1]
+    hub.ended.append(0)
+    replies.drain()
+    assert [error.cause for error in losses.errors[1:]] == ["its connection ended"]
+
+
+def test_waiting(hub: FakeHub, state: LinkState, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(state)
+    request = parts.requests.new(0, c.Answer)
+    hub.say(0, c.Answer(request.id, "7"))
+    assert parts.waiting.wait(request) == c.Answer(request.id, "7")
+    late = parts.requests.new(0, c.Answer)
+    with pytest.raises(TimeoutError, match=r"node 0 has not answered within 0\.001 s"):
+        parts.waiting.wait(late, 0.001)
+    monkeypatch.setattr(waiting, "TICK", SOON)
+    lost, about = parts.requests.new(1), threading.Event()
+
+    def polls(*args: Any) -> Any:
+        about.set()
+        return poll(*args)
+
+    def lose() -> None:
+        assert about.wait(SOON)
+        parts.losses.lose(1, "it fell")
+
+    poll = spy(monkeypatch, parts.waiting, "_poll", polls)
+    other = threading.Thread(target=lose)
+    other.start()
+    with pytest.raises(NodeLost, match="it fell"):
+        parts.waiting.wait(lost)
+    other.join()
+
+
+def test_the_sender(hub: FakeHub, state: LinkState) -> None:
+    parts, boxes = Parts(state), [node.outbox for node in state.nodes]
+    boxes[0].add(c.Sync(1))
+    parts.sender.flush(boxes[0])
+    parts.sender.together([(0, c.Send(1, 2, 1, 0), None), (1, c.Recv(1, 3, 0, (), 0, "cpu", 0), None)])
+    assert [type(command) for command in hub.commands(0)] == [c.Sync, c.Send]
+    assert [type(command) for command in hub.commands(1)] == [c.Recv]
+    mesh = parts.sender.fan_out((0, 1))
+    boxes[1].add(c.Sync(4))
+    mesh.add(c.Sync(5))
+    parts.sender.flush_all()
+    assert [command.request for command in hub.commands(1) if isinstance(command, c.Sync)] == [4, 5]
+    hub.broken.add(1)
+    boxes[1].add(c.Sync(6))
+    with pytest.raises(NodeLost, match="node 1 is gone"):
+        parts.sender.flush(boxes[1])
+    request = parts.requests.new(0, c.Answer)
+    boxes[0].add(c.Sync(request.id))
+    hub.say(0, c.Answer(request.id, "7"))
+    assert parts.sender.exchange(boxes[0], request, SOON) == c.Answer(request.id, "7")
+
+
+def test_the_idle_flush(hub: FakeHub, state: LinkState) -> None:
+    parts = Parts(state)
+    idle = IdleFlush(state, parts.requests, parts.losses, parts.replies, parts.sender, parts.side)
+    state.nodes[1].outbox.add(c.Sync(1))
+    assert hub.has_sent.wait(SOON)
+    assert hub.commands(1) == [c.Sync(1)]
+    state.closed = True
+    state.wake.set()
+    idle.join()
+
+
+# ---- between them ----------------------------------------------------------------------------------------------------
+
+
+def peeks(file: Source) -> Iterator[str]:
+    """What a file reads of others' underscore names."""
+    for node in file.nodes(ast.Attribute):
+        whose = ast.unparse(node.value)
+        own = whose in ("self", "cls", "super()") or whose.startswith("torch")
+        if node.attr.startswith("_") and not node.attr.endswith("__") and not own:
+            yield f"{file.at(node.lineno)} reads {ast.unparse(node)}"
+
+
+def test_no_part_reads_what_another_keeps_to_itself() -> None:
+    refuse((each for file in below("runtime/master") for each in peeks(file)), "an underscore name is its object's own")
+
+
+def test_what_a_part_keeps_to_itself_is_seen() -> None:
+    text = "class A:\n    def f(self, b):\n        self._x = b.__doc__\n        return self.b._y + b._z()\n"
+    assert [each.split()[-1] for each in peeks(Source("runtime/master/a.py", text))] == ["self.b._y", "b._z"]
