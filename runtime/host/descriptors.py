@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import resource
 import select
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
+
+from ..process.clock import CLOCK, Clock
 
 #: The descriptors that a script's process takes at least for a session, and for each of its nodes, until these answer.
 _SESSION, _NODE = 32, 2.5
@@ -36,14 +37,14 @@ class HasFileno(Protocol):
 End = TypeVar("End", bound="int | HasFileno")
 
 
-def wait_readable(ends: Sequence[End], seconds: float | None = None) -> list[End]:
-    """Returns the ends that can be read, or have ended; empty after ``seconds``. Waits as ``select.select``, which
-    refuses descriptors from 1,024 on. Raises OSError for one that is closed."""
+def wait_readable(ends: Sequence[End], seconds: float | None = None, clock: Clock = CLOCK) -> list[End]:
+    """Returns the ends that can be read, or have ended; empty after ``seconds`` of the clock. Waits as
+    ``select.select``, which refuses descriptors from 1,024 on. Raises OSError for one that is closed."""
     poller = select.poll()
     by_number = {end if isinstance(end, int) else end.fileno(): end for end in ends}
     for number in by_number:
         poller.register(number, select.POLLIN)
-    ready = poller.poll(None if seconds is None else math.ceil(seconds * 1000))
+    ready = clock.poll(poller, seconds)
     if any(event & select.POLLNVAL for _, event in ready):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return [by_number[number] for number, _ in ready]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from ..process.own_time import Standstill
 from ..protocol.errors import ClosedError
@@ -79,7 +78,7 @@ class IdleFlush:
 
         ``looked``: when connections were looked at. Returns that for the next call.
         """
-        now, stood = time.monotonic(), standstill.look()
+        now, stood = self._state.clock.now(), standstill.look()
         if now - looked > DEAF:
             looked = now
             self._cut_off()
@@ -120,12 +119,12 @@ class IdleFlush:
             for queue in self._state.queues:
                 if queue.batch:
                     queue.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
-            self._state.wake.wait(REST)
+            self._state.clock.wait(self._state.wake, REST)
             self._state.parked = False
             quiet = 0
         queues = self._state.queues
         before = [(q.moved, len(q.queue)) for q in queues]
-        time.sleep(IDLE)
+        self._state.clock.sleep(IDLE)
         if self._state.closed:
             return 0
         quiet += 1

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 
 from ..host.launcher import Launcher
+from ..process.clock import CLOCK, Clock
 from ..process.signals import Interrupts, uninterrupted
 from ..protocol.errors import NodeLost
 from ..transport.base import Hub
@@ -45,10 +46,11 @@ class Link(LinkState):
         launcher: Launcher | None,
         on_lost: Callable[[NodeLost], None],
         interrupts: Interrupts | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         """``interrupts``: those that have wrapped the handlers of signals already."""
-        super().__init__(hub, nodes, interrupts)
-        self.side = SideChannels()
+        super().__init__(hub, nodes, interrupts, clock)
+        self.side = SideChannels(clock)
         self.requests = Requests(self)
         self.losses = Losses(self, self.requests, self.side, launcher, on_lost)
         self.replies = Replies(self, self.requests, self.losses)

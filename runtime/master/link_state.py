@@ -1,4 +1,4 @@
-"""What the parts of a link share: the nodes, their queues, the lock, and whether anything can be used. No I/O."""
+"""The state that the parts of a link share: the nodes, their queues, the lock, what can be used still. No I/O."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 
+from ..process.clock import CLOCK, Clock
 from ..process.signals import Interrupts
 from ..transport.base import Hub
 from . import unusable
@@ -21,6 +22,7 @@ class LinkState:
     __slots__ = (
         "__weakref__",
         "_local",
+        "clock",
         "closed",
         "closing",
         "failures",
@@ -37,9 +39,9 @@ class LinkState:
         "wake",
     )
 
-    def __init__(self, hub: Hub, nodes: int, interrupts: Interrupts | None = None) -> None:
+    def __init__(self, hub: Hub, nodes: int, interrupts: Interrupts | None = None, clock: Clock = CLOCK) -> None:
         """``interrupts``: those that have wrapped the handlers of signals already."""
-        self.hub = hub
+        self.hub, self.clock = hub, clock
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.fan_outs = FanOuts()
         #: all queues; replaced, never changed, as other threads go through it

@@ -7,7 +7,6 @@ launcher is asked with no lock held, by one thread at a time, so that all others
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ class Losses:
     __slots__ = (
         "_asker",
         "_asking",
+        "_clock",
         "_on_lost",
         "_requests",
         "_side",
@@ -57,6 +57,7 @@ class Losses:
         on_lost: Callable[[NodeLost], None],
     ) -> None:
         self._state, self._requests, self._side, self._on_lost = state, requests, side, on_lost
+        self._clock = state.clock
         self.errors: list[NodeLost] = []  #: the first one most likely explains the others
         self.launcher = launcher  #: None where nodes are threads, and when the launcher or the session has ended
         self.launcher_died = ""  #: why there is no launcher any more, if it died
@@ -138,7 +139,7 @@ class Losses:
             if self.launcher is None:
                 self.lose(rank, cause)
             else:
-                self.unexplained.setdefault(rank, (cause, time.monotonic() + EXIT_CAUSE_TIMEOUT))
+                self.unexplained.setdefault(rank, (cause, self._clock.now() + EXIT_CAUSE_TIMEOUT))
 
     def explain(self) -> None:
         """Waits until the launcher has told why nodes are gone, for EXIT_CAUSE_TIMEOUT at most. They are lost then.
@@ -152,13 +153,13 @@ class Losses:
                     return
                 # a finalizer that the collector runs while this very thread asks: all it can do is wait
                 self.give_up_late()
-                time.sleep(_LISTEN)
+                self._clock.sleep(_LISTEN)
             if self._state.interrupts.pending:
                 self._state.interrupts.check()
 
     def give_up_late(self, grace: float = 0.0) -> None:
         """Marks the nodes as lost whose end the launcher has not explained in time."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._state.lock:
             for rank, (cause, deadline) in list(self.unexplained.items()):
                 if now >= deadline + grace or self._state.closing:
@@ -184,7 +185,7 @@ class Losses:
                 while self._to_look:
                     launcher.look(self._to_look.popleft())
                 if timeout:
-                    descriptors.wait_readable([launcher], timeout)
+                    descriptors.wait_readable([launcher], timeout, self._clock)
                 try:
                     events = launcher.events()
                 except StartError as e:  # the launcher died, and its nodes with it

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..host.launcher import Sight
 from ..process.cells import with_cells
+from ..process.clock import CLOCK, Clock
 from ..process.own_time import Unheard
 from ..process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, STREAMS, WORDS, Beside
 from .failures import line_of
@@ -43,8 +43,8 @@ _log = logging.getLogger("disttensor")
 class Patience:
     """The patience of one wait for a node."""
 
-    def __init__(self) -> None:
-        self._unheard = Unheard()
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock, self._unheard = clock, Unheard(clock=clock)
         self._next = PATIENCE
         self._asked: float | None = None  #: the second in which ``look`` was asked for
 
@@ -63,7 +63,7 @@ class Patience:
             ask(node)
         elif node.sight is not None or seconds - self._asked > _SIGHT:
             self._asked, self._next = None, 2 * seconds
-            now = time.monotonic()
+            now = self._clock.now()
             if now - node.explained > PATIENCE / 2:
                 node.explained = now
                 _log.warning("%s", explained(node, others, seconds))
@@ -72,10 +72,10 @@ class Patience:
 class Cancelled:
     """A function that was cancelled on a node that has not said yet that it has ended."""
 
-    def __init__(self, node: Node, request: int) -> None:
+    def __init__(self, node: Node, request: int, clock: Clock = CLOCK) -> None:
         self.node = node
         self._request = request
-        self._unheard = Unheard()
+        self._unheard = Unheard(clock=clock)
         self._asked = False
 
     def look(self, ask: Callable[[Node], None]) -> bool:

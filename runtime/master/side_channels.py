@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 
+from ..process.clock import CLOCK, Clock
 from ..protocol import side
 from ..protocol.errors import BrokenError
 from ..transport.base import Hub
@@ -16,9 +17,10 @@ from .patience import Cancelled
 class SideChannels:
     """The side channels of all nodes. The caller of each method holds the link's lock."""
 
-    __slots__ = ("_losses", "_lost", "_untold", "cancelled", "hub", "keys", "said_deaf")
+    __slots__ = ("_clock", "_losses", "_lost", "_untold", "cancelled", "hub", "keys", "said_deaf")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self.hub: Hub | None = None  #: None where there are none: nodes that are threads
         self.said_deaf = False  #: whether it was said that functions can't be interrupted without them
         self.cancelled: dict[int, Cancelled] = {}  #: functions that are to end and have not, by request
@@ -51,7 +53,7 @@ class SideChannels:
     def cancel(self, node: Node, request: int) -> None:
         """Tells a node that nobody waits for the function of a request any more."""
         if self.hub is not None:
-            self.cancelled[request] = Cancelled(node, request)
+            self.cancelled[request] = Cancelled(node, request, self._clock)
             self._untold.setdefault(node.rank, deque()).append(side.encode(side.Cancel(request)))
             self.tell([node])
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections.abc import Callable
 
 from ..process.signals import uninterrupted
@@ -24,10 +23,11 @@ TICK = 0.5
 class Waiting:
     """The threads that wait for nodes, and what they poll with."""
 
-    __slots__ = ("_hub_fd", "_interrupts", "_local", "_losses", "_nodes", "_replies", "_requests", "_state")
+    __slots__ = ("_clock", "_hub_fd", "_interrupts", "_local", "_losses", "_nodes", "_replies", "_requests", "_state")
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses, replies: Replies) -> None:
         self._state, self._requests, self._losses, self._replies = state, requests, losses, replies
+        self._clock = state.clock
         self._nodes, self._interrupts, self._hub_fd = state.nodes, state.interrupts, state.hub.fileno()
         self._local = threading.local()
 
@@ -46,13 +46,13 @@ class Waiting:
         queue = self._nodes[request.node].outbox if request.queue is None else request.queue
         poller, waker = self._poller()
         request.waker = waker
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else self._clock.now() + timeout
         patience, turns = None, 0
         try:
             while not request.done and not (until is not None and until()):
                 if queue.over:
                     self._state.check(queue)
-                left = TICK if deadline is None else min(TICK, deadline - time.monotonic())
+                left = TICK if deadline is None else min(TICK, deadline - self._clock.now())
                 if left <= 0:
                     raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
                 ready, turns = self._poll(poller, waker, left), turns + 1
@@ -63,7 +63,7 @@ class Waiting:
                 if patience is not None:
                     patience.look(self._nodes[request.node], self._state.there(), self._losses.look)
                 elif explain and (not ready or turns > 100):  # a wait that takes long
-                    patience = Patience()
+                    patience = Patience(self._clock)
         finally:
             request.waker = None
             if not self._local.idle:
@@ -102,7 +102,7 @@ class Waiting:
     def _poll(self, poller: select.poll, waker: Waker, seconds: float) -> bool:
         """Waits until something may have arrived, and takes it in; returns False if nothing has."""
         waker.polling = True
-        ready = poller.poll(seconds * 1000)
+        ready = self._clock.poll(poller, seconds)
         waker.polling = False
         asked = self._readable(ready, waker)
         if not asked or (waker.launcher < 0 and self._losses.launcher is not None):

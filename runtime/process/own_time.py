@@ -7,6 +7,8 @@ import resource
 import time
 from contextlib import suppress
 
+from .clock import CLOCK, Clock
+
 
 class Unheard:
     """Counts the seconds for which another process has said nothing while this one ran.
@@ -15,19 +17,20 @@ class Unheard:
     (Ctrl-Z, a debugger, a host that was asleep) finds no more for all of that time.
     """
 
-    def __init__(self, most: float = 2.0) -> None:
+    def __init__(self, most: float = 2.0, clock: Clock = CLOCK) -> None:
         self.seconds = 0.0
         self.most = most
-        self._at = time.monotonic()
+        self._clock = clock
+        self._at = clock.now()
 
     def heard(self) -> None:
         """Notes that the other process has said something."""
         self.seconds = 0.0
-        self._at = time.monotonic()
+        self._at = self._clock.now()
 
     def look(self) -> float:
         """Returns the seconds until now."""
-        now = time.monotonic()
+        now = self._clock.now()
         self.seconds += min(now - self._at, self.most)
         self._at = now
         return self.seconds

@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from ..process.clock import CLOCK, Clock
 from ..protocol import shared_objects as s
 from ..protocol.errors import BrokenError, ProtocolError
 from ..transport.base import Hub
@@ -48,10 +48,10 @@ class _Peer:
 class Service:
     """The thread, and the hub, which it alone uses."""
 
-    def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str], None]) -> None:
+    def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str], None], clock: Clock = CLOCK) -> None:
         """``lose`` declares a node lost, and says why: its connection has ended. The node may be lost, or ending,
         already. It holds what it has until ``Objects.lost``."""
-        self._hub, self._objects, self._lose = hub, objects, lose
+        self._hub, self._objects, self._lose, self._clock = hub, objects, lose, clock
         self._peers: dict[int, _Peer] = {}
         self._ready: deque[int] = deque()  #: nodes for which there are answers
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -89,16 +89,16 @@ class Service:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.register(self._hub.fileno(), select.POLLIN)
-        looked = time.monotonic()
+        looked = self._clock.now()
         while not self._closed:
-            poller.poll(_LOOK * 1000)
+            self._clock.poll(poller, _LOOK)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
             # until there is nothing more: a send may have consumed what makes the hub readable
             while self._turn() and not self._closed:
                 pass
-            if time.monotonic() - looked >= _LOOK:
-                looked = time.monotonic()
+            if self._clock.now() - looked >= _LOOK:
+                looked = self._clock.now()
                 for rank in self._hub.cut_deaf():
                     self._drop(rank, _SILENT)
                 self._hub.cut_endless()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from fake_hub import HELLO, FakeHub
 from sources import Source, below, refuse
 from spies import spy
 
@@ -22,68 +23,12 @@ from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
-from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.arguments import Addresses
-from disttensor.runtime.protocol.bundle import PROTOCOL, Bundle
-from disttensor.runtime.protocol.errors import BrokenError, DisttensorError, ForkError, NodeLost
-from disttensor.runtime.transport.base import Hub
+from disttensor.runtime.protocol.bundle import Bundle
+from disttensor.runtime.protocol.errors import DisttensorError, ForkError, NodeLost
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
-
-HELLO = c.Hello(
-    PROTOCOL, "job", 1, "host", "2.0", "3.11.0", ("cpu",), False, Addresses("a:1"),
-    c.Abilities("AVX2", False, False, False),
-)  # fmt: skip
-
-
-class FakeHub(Hub):
-    """Keeps what is sent, and gives out what a test says has arrived."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, bytes]] = []
-        self.arrived: list[tuple[int, bytes]] = []
-        self.ended: list[int] = []
-        self.were_cut: list[int] = []
-        self.broken: set[int] = set()
-        self.event = os.eventfd(0, os.EFD_NONBLOCK)
-        self.has_sent = threading.Event()
-
-    def send(self, rank: int, message: bytes) -> None:
-        if rank in self.broken:
-            raise BrokenError(f"node {rank} is gone")
-        self.sent.append((rank, message))
-        self.has_sent.set()
-
-    def drain(self) -> list[tuple[int, bytes]]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def fileno(self) -> int:
-        return self.event
-
-    def gone(self) -> list[int]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def admit(self, rank: int, key: str) -> None: ...
-
-    def cut(self, rank: int) -> None:
-        self.were_cut.append(rank)
-
-    def forked(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def say(self, rank: int, *replies: c.Reply, done: int = 0) -> None:
-        """A report of a node arrives."""
-        self.arrived.append((rank, codec.encode(c.Report(done, replies))))
-        os.eventfd_write(self.event, 1)
-
-    def commands(self, rank: int) -> list[c.Command]:
-        """What a node was sent."""
-        return [each for to, data in self.sent if to == rank for each in codec.decode_batch(data).commands]
 
 
 class FakeLauncher(Launcher):
@@ -116,7 +61,7 @@ class FakeLauncher(Launcher):
 def hub() -> Iterator[FakeHub]:
     made = FakeHub()
     yield made
-    os.close(made.event)
+    made.close()
 
 
 @pytest.fixture

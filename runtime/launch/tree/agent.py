@@ -19,12 +19,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 from ...host import versions
 from ...host.output_options import Output
 from ...host.silence import Silence
+from ...process.clock import CLOCK, Clock
 from ...process.lifetime import adopt_orphans, describe_exit, end_children, name_process
 from ...process.own_time import Unheard
 from ...protocol.errors import ProtocolError, StartError
@@ -59,12 +59,19 @@ def _gpus() -> int:
 class Agent:
     """An agent's state and loop. ``run`` returns the exit code when nothing that it started is alive."""
 
-    def __init__(self, up: FramedStream[Order], agent_hello: AgentHello, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self,
+        up: FramedStream[Order],
+        agent_hello: AgentHello,
+        preload: Sequence[str] = PRELOAD,
+        clock: Clock = CLOCK,
+    ) -> None:
         """Starts the fork server. Raises StartError."""
         self._up = up
         self._silence = Silence()  #: the root's beats say which
-        self._loop = Loop()
-        self._unheard = Unheard()
+        self._clock = clock
+        self._loop = Loop(clock)
+        self._unheard = Unheard(clock=clock)
         self._paused = False  #: the nodes are stopped, because nothing is heard
         self._ending: float | None = None  #: when the end has to be done at the latest
         self._code = 0
@@ -98,7 +105,7 @@ class Agent:
         self._loop.watch(self._down.fileno(), self._take_news)
         self._loop.watch(self._wakeup[0], self._take_signal)
         self._look_at_time()
-        while not self._down.ended and (self._ending is None or time.monotonic() < self._ending):
+        while not self._down.ended and (self._ending is None or self._clock.now() < self._ending):
             self._loop.turn()
             self._down.push()
             self._up.push()
@@ -121,7 +128,7 @@ class Agent:
                     self._stop(order.grace)
                 case Beat():
                     self._silence = order.silence
-                    now = time.monotonic()
+                    now = self._clock.now()
                     self._up.say(Beat(order.silence, now))
                     # Whatever was under way when the link was cut arrives when it heals, beats too. What the root has
                     # heard so lately, it has not given up.
@@ -186,7 +193,7 @@ class Agent:
     def _stop(self, grace: float) -> None:
         self._down.say(Stop(grace))
         # before it is ready there are no nodes, and it would read this only when it has imported torch
-        deadline = time.monotonic() + (grace + PATIENCE if self._ready else 0)
+        deadline = self._clock.now() + (grace + PATIENCE if self._ready else 0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
 
     def _close(self) -> None:

@@ -6,14 +6,16 @@ import contextlib
 import heapq
 import itertools
 import select
-import time
 from collections.abc import Callable
+
+from ...process.clock import CLOCK, Clock
 
 
 class Loop:
     """An event loop. ``turn`` waits for the next events and calls the functions that were registered for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self._poller = select.poll()  # epoll refuses regular files
         self._watched: dict[int, Callable[[], object]] = {}
         self._full: set[int] = set()  #: descriptors whose next room ends a turn
@@ -39,19 +41,19 @@ class Loop:
 
     def later(self, seconds: float, then: Callable[[], object]) -> None:
         """Calls ``then`` once after so many seconds. It cannot be undone: have it check whether it still matters."""
-        heapq.heappush(self._times, (time.monotonic() + seconds, next(self._order), then))
+        heapq.heappush(self._times, (self._clock.now() + seconds, next(self._order), then))
 
     def turn(self, timeout: float | None = None) -> None:
         """Does one round: waits (``timeout`` seconds at most), then calls what is due."""
         if self._times:
-            left = max(0.0, self._times[0][0] - time.monotonic())
+            left = max(0.0, self._times[0][0] - self._clock.now())
             timeout = left if timeout is None else min(timeout, left)
-        for fd, events in self._poller.poll(None if timeout is None else timeout * 1000 + 0.5):
+        for fd, events in self._clock.poll(self._poller, timeout):
             # an earlier call may have closed it, and its number may be another's by now
             then = self._watched.get(fd)
             if then is not None and events & ~select.POLLOUT:
                 then()
-        while self._times and self._times[0][0] <= time.monotonic():
+        while self._times and self._times[0][0] <= self._clock.now():
             heapq.heappop(self._times)[2]()
 
     def _register(self, fd: int) -> None:

@@ -18,7 +18,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +26,9 @@ import msgspec
 from ...host import descriptors, versions
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
+from ...process.clock import CLOCK, Clock
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
+from ...process.own_time import Unheard
 from ...protocol.bundle import understood
 from ...protocol.errors import DisttensorError, ProtocolError
 from ..output.lines import plain
@@ -81,8 +82,9 @@ class Root:
     ``run`` returns when the master has gone or sent Stop, and nothing that was started is left.
     """
 
-    def __init__(self, wire: FramedStream[Order]) -> None:
-        self.loop = Loop()
+    def __init__(self, wire: FramedStream[Order], clock: Clock = CLOCK) -> None:
+        self.clock = clock
+        self.loop = Loop(clock)
         self.spec = LaunchSpec("")
         self._up = wire
         self._starter: HostStarter | None = None
@@ -109,10 +111,10 @@ class Root:
         return f"<Root {self.spec.launcher or 'without a spec'} branches={self._branches} asked={self._asked}{state}>"
 
     def run(self) -> None:
-        while self._ending is None or (self._is_needed() and time.monotonic() < self._ending):
+        while self._ending is None or (self._is_needed() and self.clock.now() < self._ending):
             self._watch_room()
             due = min((at for at in (self._printer.due, self._ending) if at is not None), default=None)
-            self.loop.turn(None if due is None else max(0.0, due - time.monotonic()))
+            self.loop.turn(None if due is None else max(0.0, due - self.clock.now()))
             self._up.push()
             self._printer.push()
             for branch in self._branches:
@@ -206,7 +208,7 @@ class Root:
 
     def _stop(self, grace: float, code: int = 0) -> None:
         late = self._starter is not None and self._starter.awaits()
-        deadline = time.monotonic() + grace + PATIENCE + (LATE if late else 0.0)
+        deadline = self.clock.now() + grace + PATIENCE + (LATE if late else 0.0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
         self._branches = [branch for branch in self._branches if branch.gone is None]
         for branch in list(self._branches):
@@ -282,6 +284,7 @@ class Root:
             self._stop(0)
 
     def add(self, branch: Branch) -> None:
+        branch.unheard = Unheard(clock=self.clock)
         self._branches.append(branch)
         self._deal()
 
