@@ -61,6 +61,7 @@ class Group:
         self.reduces = True  #: whether backward passes reduce
         self.held = False  #: the user has asked for the whole parameters
         self.saved = False  #: autograd may ask for them
+        self.is_whole = False  #: whether the modules have the whole parameters
         self.values: list[torch.Tensor] | None = None  #: the whole parameters, while they are there
         self.gathered: Any = None  #: the state of the parts when they were gathered
         self._coming: tuple[Any, list[tuple[list[int], list[Any]]]] | None = None
@@ -127,21 +128,18 @@ class Group:
         for i, value in enumerate(made):
             value._is_param = True  # for modules that ask whether it is one
             value._whole = self, i
+        self.is_whole = True
         self._give(made)
 
-    @property
-    def is_whole(self) -> bool:
-        """True while the modules have the whole parameters."""
-        return any(
-            module._parameters[name] is not part.parameter for part in self.parts for module, name in part.places
-        )
-
     def reshard(self) -> None:
-        """Has the modules have the parts, and frees the whole parameters."""
-        self._coming = None
-        if self.values is not None or self.is_whole:
-            self.values = None
+        """Has the modules have the parts, and frees the whole parameters.
+
+        Modules that have parts already keep what they have: others may have come in the place of the parts (``adopt``).
+        """
+        self._coming = self.values = None
+        if self.is_whole:
             self._give([part.parameter for part in self.parts])
+            self.is_whole = False
 
     def forget(self) -> None:
         """Forgets what was begun to be gathered, and not used, unless the user has asked for it."""
@@ -167,12 +165,13 @@ class Group:
         for part in self.parts:
             module, name = part.places[0]
             there = module._parameters[name]
-            if there is not part.parameter and isinstance(there, nn.Parameter) and self.values is None:
+            if there is not part.parameter and isinstance(there, nn.Parameter) and not self.is_whole:
                 if there.shape != part.parameter.shape:
                     raise RuntimeError(
                         f"fully_shard: {part.name!r} was replaced by a parameter of shape {tuple(there.shape)}, and "
                         f"each rank's part has {tuple(part.parameter.shape)}; replace parameters before fully_shard"
                     )
+                group_of_part.pop(id(part.parameter), None)  # another parameter may get its id
                 part.parameter = there
                 mark(there, ((part.cut, 0),))
                 group_of_part[id(there)] = self
