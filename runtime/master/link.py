@@ -38,7 +38,7 @@ from . import unusable
 from .command_queue import MAX_BATCH, CommandQueue, frees_queued
 from .failures import Failure, Failures, Site, line_of
 from .fan_out import FanOut, FanOuts
-from .node import Node
+from .node import Life, Node
 from .outbox import Outbox
 from .patience import Patience
 from .requests import MeshRequest, Request, Told, Waker
@@ -106,7 +106,7 @@ class Link:
         self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
         self._on_lost = on_lost
         self._lock = threading.RLock()
-        #: nodes whose connection ended and whose end the launcher has not explained: (cause so far, deadline)
+        #: of the nodes that are ``Life.UNEXPLAINED``: (cause so far, deadline)
         self._unexplained: dict[int, tuple[str, float]] = {}
         self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
         self._to_look: deque[int] = deque()  #: nodes that the launcher is to look at
@@ -129,7 +129,7 @@ class Link:
 
     def there(self) -> list[Node]:
         """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
-        return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
+        return [node for node in self.nodes if node.said_hello is not None and node.life is not Life.LOST]
 
     def fan_out(self, ranks: tuple[int, ...]) -> FanOut:
         """Returns the one queue of these nodes, each of whose commands goes to all of them."""
@@ -459,7 +459,7 @@ class Link:
             return
         for rank, message in self.hub.drain():
             node = self.nodes[rank]
-            if node.lost is not None:
+            if node.life is Life.LOST:
                 continue  # the node was given up: its messages come too late
             self.reports += 1
             try:
@@ -485,7 +485,7 @@ class Link:
         if isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
-            node.said_hello = reply
+            node.greet(reply)
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):
@@ -553,10 +553,12 @@ class Link:
 
         If the process has ended, the launcher knows why. It is asked later, because the caller holds the lock.
         """
-        if self.nodes[rank].lost is None and not self.closing:
+        node = self.nodes[rank]
+        if node.life is not Life.LOST and not self.closing:
             if self.launcher is None:
                 self.lose(rank, cause)
             else:
+                node.become(Life.UNEXPLAINED)
                 self._unexplained.setdefault(rank, (cause, time.monotonic() + EXIT_CAUSE_TIMEOUT))
 
     def _explain_losses(self) -> None:
@@ -640,7 +642,7 @@ class Link:
         """
         with self._lock:
             node = self.nodes[rank]
-            if node.lost is not None or self.closing:
+            if node.life is Life.LOST or self.closing:
                 return
             hello = node.said_hello
             where = (hello.host, hello.pid) if hello else (host or "?", 0)
@@ -651,7 +653,7 @@ class Link:
                 if rank in fan_out.ranks:
                     fan_out.pack()  # the other members have what was issued before
                     fan_out.lose(lost)
-            node.outbox.lose(lost)
+            node.lose(lost)
             self.losses.append(lost)
             for request in list(self._requests.values()):  # one step: other threads take theirs out without the lock
                 if request.asks(rank) and self._requests.pop(request.id, None) is not None:
@@ -666,7 +668,7 @@ class Link:
             for other in self.there():
                 other.outbox.add(c.Lost(rank, cause))
             if not self.closed:
-                self.side.lost(rank, cause, [other for other in self.nodes if other.lost is None])
+                self.side.lost(rank, cause, [other for other in self.nodes if other.life is not Life.LOST])
             self._on_lost(lost)
 
     @uninterrupted
@@ -698,7 +700,7 @@ class Link:
 
     def _under_way(self, node: Node, request: int) -> bool:
         """Returns whether the node has not answered a request, whether anybody waits for that or not."""
-        return node.lost is None and (request in node.unawaited or request in self._requests)
+        return node.life is not Life.LOST and (request in node.unawaited or request in self._requests)
 
     def waited_for(self, rank: int, kind: type[Message]) -> list[int]:
         """Returns the requests for which threads wait that a node answers by such a reply."""
