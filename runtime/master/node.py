@@ -28,8 +28,9 @@ from ..host.launcher import Sight
 from ..protocol import commands as c
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
+from ..protocol.traits import request_of
 from .failures import Site
-from .history import KEPT, SHOWN, Sent, asks, doing, made_by
+from .history import KEPT, SHOWN, Sent, doing, made_by
 from .home import Home
 from .outbox import Outbox
 
@@ -155,9 +156,8 @@ class Node(Home):
         found: dict[int, Site] = {}
         for _, commands in self.outbox.last_messages():
             for command, site in commands:
-                inner = command.command if isinstance(command, c.On) else command
                 if site is not None:
-                    found.update((ref, site) for ref in made_by(inner) if ref in refs and ref not in found)
+                    found.update((ref, site) for ref in made_by(command, self.defined) if ref in refs)
         return found
 
     def last_words(self, running: int = -1, beside: Sequence[int] = ()) -> tuple[str, tuple[str, ...]]:
@@ -184,6 +184,6 @@ class Node(Home):
         rank, answered, defined = self.rank, self.answered, self.defined
         for first, commands in self.outbox.last_messages():
             yield [
-                Sent(n, rank, command, site, n < done or asks(command) == answered, defined)
+                Sent(n, rank, command, site, n < done or request_of(command) == answered, defined)
                 for n, (command, site) in enumerate(commands, first)
             ]

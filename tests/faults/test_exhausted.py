@@ -135,6 +135,24 @@ def test_a_node_without_memory_names_the_lines_that_have_it(where: str) -> None:
         assert torch.node.memory_stats(1)["num_ooms"] == 1  # type: ignore[attr-defined]
 
 
+def returned(device: torch.device | str) -> torch.Tensor:
+    return dt.run(torch.ones, 16 << 20, node=device)
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("cluster")
+def test_a_node_without_memory_names_the_line_of_a_function_that_has_it() -> None:
+    has = int(Path(f"/proc/{pid_of(1)}/statm").read_text().split()[0]) * resource.getpagesize()
+    with aftermath(0, 1), limited(resource.RLIMIT_AS, has + (256 << 20), pid_of(1)):
+        kept = returned("node:1")
+        with pytest.raises(RuntimeError, match="tried to allocate 536870912 bytes") as caught:
+            joined(kept).sum().item()
+        (line,) = held(caught.value.__notes__[1])
+        assert line.endswith(f"64.00 MiB  {line_of(returned)}: float32 (16777216,)")
+        del caught
+        assert kept[0].item() == 1
+
+
 def on_node_1(x: torch.Tensor) -> float:
     return (x if x.device == torch.device("node:1") else x.at(dp=1)).item()  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from disttensor.runtime.node.executor import Executor
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.node.streams.scheduler import Scheduler
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds
+from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds, request_of
 
 COMMANDS = get_args(c.Command)
 #: Fields of commands that are refs of tensors, of one or of several.
@@ -118,6 +118,21 @@ def test_a_row_names_all_tensors(kind: type[c.Command]) -> None:
             assert named == refs_of(command)
         assert set(row.writes(command, None)) <= set(row.reads(command, None))
         assert not set(row.reads(command, None)) & set(row.makes(command, None))
+
+
+def test_what_has_a_request_is_answered() -> None:
+    asking = {kind for kind in COMMANDS if "request" in kind.__struct_fields__}
+    assert asking - {kind for kind in COMMANDS if TRAITS[kind].answers} == {c.Adopt}  # the request of the Run before it
+    assert asking >= {kind for kind in COMMANDS if TRAITS[kind].answers}
+    named = {kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__}
+    assert {reply for traits in TRAITS.values() for reply in traits.answers} == named - {
+        c.Poisoned
+    }  # to all
+
+
+def test_the_request_of_a_command() -> None:
+    assert request_of(c.Sync(7)) == request_of(c.On(2, c.Run(7, b"", b"", True, ""))) == 7
+    assert request_of(c.Adopt(7, ())) == request_of(c.On(2, c.Wait(1))) == request_of(c.Stop()) == -1
 
 
 def test_what_a_graph_holds_is_routed_to_it() -> None:
