@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -157,9 +157,7 @@ def from_value(value: c.Value) -> object:
 
 def check_reply(reply: c.Reply) -> None:
     """Refuses metadata that no tensor can have and devices that cannot exist. Raises ProtocolError."""
-    check = _CHECKS.get(type(reply))
-    if check is not None:
-        check(reply)
+    REPLIES[type(reply)].check(reply)
 
 
 def printable(text: str) -> str:
@@ -284,21 +282,52 @@ def _check_state(state: c.RngState) -> None:
         raise ProtocolError("a generator's state is not empty")
 
 
-#: How a reply is checked; the others have nothing that could not be. By the exact type, which is what decoding makes.
-_CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
-    c.Hello: _check_hello,
-    c.Opened: lambda reply: _check_addresses(reply.addresses),
-    c.Shapes: lambda reply: _check_geometries(reply.outs),
-    c.Result: lambda reply: _check_geometries(reply.tensors),
-    c.MemoryUsage: lambda reply: _check_sizes(reply.tensors, reply.bytes),
-    c.MemoryFigures: _check_figures,
-    c.Failed: lambda reply: _check_holdings(reply.holdings),
-    c.StorageInfo: lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride),
-    c.Unusable: lambda reply: _check_reasons(reply.reasons),
-    c.GraphEngines: lambda reply: _check_reasons(text for program in reply.programs for text in program),
-    c.Counts: lambda reply: _check_reasons(text for name, use, *_ in reply.rows for text in (name, use)),
-    c.RngState: _check_state,
-    c.Digested: _check_digest,
+def _check_counts(counts: c.Counts) -> None:
+    for name, use, _, *figures in counts.rows:
+        _check_reasons((name, use))
+        for calls, size, seconds in figures:
+            _check_sizes(calls, size)
+            if not 0 <= seconds < math.inf:
+                raise ProtocolError(f"calls of a data channel take some seconds, not {seconds}")
+
+
+def _nothing(reply: c.Reply) -> None:
+    """Checks nothing: decoding has."""
+
+
+class ReplyTraits(NamedTuple):
+    """The traits of one kind of reply: a row of ``REPLIES``."""
+
+    #: answers a request, for which somebody waits: it leaves the node at once, and not at the end of a batch
+    awaited: bool
+    #: refuses what no honest node says, by ProtocolError
+    check: Callable[[Any], None]
+
+
+#: One row per reply. By the exact type, which is what decoding makes. What a reply says of numbers of commands and of
+#: nodes the link checks, which knows how many there are; a value is the user's, and may be any.
+REPLIES: dict[type[c.Reply], ReplyTraits] = {
+    c.Hello: ReplyTraits(False, _check_hello),
+    c.Answer: ReplyTraits(True, _nothing),
+    c.MemoryUsage: ReplyTraits(True, lambda reply: _check_sizes(reply.tensors, reply.bytes)),
+    c.MemoryFigures: ReplyTraits(True, _check_figures),
+    c.StorageInfo: ReplyTraits(
+        True, lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
+    ),
+    c.Digested: ReplyTraits(True, _check_digest),
+    c.RngState: ReplyTraits(True, _check_state),
+    c.GraphEngines: ReplyTraits(
+        True, lambda reply: _check_reasons(text for program in reply.programs for text in program)
+    ),
+    c.Opened: ReplyTraits(True, lambda reply: _check_addresses(reply.addresses)),
+    c.Unusable: ReplyTraits(True, lambda reply: _check_reasons(reply.reasons)),
+    c.Shapes: ReplyTraits(True, lambda reply: _check_geometries(reply.outs)),
+    c.Result: ReplyTraits(True, lambda reply: _check_geometries(reply.tensors)),
+    c.Failed: ReplyTraits(False, lambda reply: _check_holdings(reply.holdings)),
+    c.Warned: ReplyTraits(False, _nothing),
+    c.Poisoned: ReplyTraits(True, _nothing),
+    c.Done: ReplyTraits(True, _nothing),
+    c.Counts: ReplyTraits(True, _check_counts),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from disttensor.runtime.node.executor import Executor
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.node.streams.scheduler import Scheduler
+from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds, request_of
 
@@ -125,9 +126,25 @@ def test_what_has_a_request_is_answered() -> None:
     assert asking - {kind for kind in COMMANDS if TRAITS[kind].answers} == {c.Adopt}  # the request of the Run before it
     assert asking >= {kind for kind in COMMANDS if TRAITS[kind].answers}
     named = {kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__}
-    assert {reply for traits in TRAITS.values() for reply in traits.answers} == named - {
-        c.Poisoned
-    }  # to all
+    assert {reply for traits in TRAITS.values() for reply in traits.answers} == named - {c.Poisoned}  # to all
+
+
+#: Replies of which decoding and the link check all that can be checked, and why.
+UNCHECKED = {
+    c.Answer: "a value is the user's, and may be any",
+    c.Warned: "the link knows which commands it has sent; texts are cut where they are shown",
+    c.Poisoned: "the link knows which commands and nodes there are",
+    c.Done: "says nothing",
+}
+
+
+def test_every_reply_has_a_row() -> None:
+    """That it has nothing to check has to be said: numbers may be below zero, or none at all, and texts play tricks."""
+    assert codec.REPLIES.keys() == set(get_args(c.Reply))
+    assert {kind for kind, row in codec.REPLIES.items() if row.check is codec._nothing} == UNCHECKED.keys()
+    assert {kind for kind, row in codec.REPLIES.items() if row.awaited} == {
+        kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__
+    }
 
 
 def test_the_request_of_a_command() -> None:
