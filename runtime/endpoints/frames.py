@@ -12,7 +12,8 @@ from msgspec import Meta
 from ..protocol import values
 from ..protocol.arguments import Message
 from ..protocol.dtypes import IDS
-from ..protocol.errors import UNDECODABLE, ProtocolError
+from ..protocol.errors import ProtocolError
+from ..protocol.framing import PREFIX, Decoder, length, prefixed
 from ..protocol.shared_objects import MAX_SIZE, MAX_TENSOR_DIMS, MAX_WORDS
 from ..shared.values import bytes_of, check_filled, decode_plain, empty, encode_plain, fetched, nbytes_of
 
@@ -86,13 +87,12 @@ class Come(NamedTuple):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_heads: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_heads = Decoder[Said](Said, "a head")
 
 
 def frame(said: Said) -> bytes:
     """Returns the bytes of a head."""
-    body = _encode(said)
-    return len(body).to_bytes(4, "big") + body
+    return prefixed(_encode(said))
 
 
 def pack(value: Any) -> list[memoryview]:
@@ -151,9 +151,9 @@ class Reader:
 
     def _messages(self) -> Generator[memoryview]:
         while True:
-            length = bytearray(4)
-            yield memoryview(length)
-            size = int.from_bytes(length, "big")
+            prefix = bytearray(PREFIX)
+            yield memoryview(prefix)
+            size = length(prefix)
             if not 0 < size <= self.most:
                 raise ProtocolError(f"a head of {size} bytes, and the most is {self.most}")
             body = bytearray(size)
@@ -169,10 +169,7 @@ class Reader:
 
 def decode_head(body: bytes | bytearray) -> Said:
     """Decodes a head. Raises ProtocolError."""
-    try:
-        said = _heads.decode(body)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a head of {len(body)} bytes is not of this protocol: {e}") from None
+    said = _heads.decode(body)
     if isinstance(said, Value):
         size = sum(nbytes_of(shape.dtype, shape.sizes, "a message") for shape in said.tensors)
         if size > MAX_BYTES:

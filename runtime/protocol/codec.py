@@ -17,7 +17,8 @@ import torch
 from . import commands as c
 from .arguments import Addresses
 from .dtypes import DTYPES, IDS, NAMES
-from .errors import UNDECODABLE, ProtocolError
+from .errors import ProtocolError
+from .framing import Decoder
 
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
@@ -52,8 +53,6 @@ _LAYOUT_ID = {d: i for i, d in enumerate(LAYOUTS)}
 _FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
 
 _encoder = msgspec.msgpack.Encoder()
-_batch = msgspec.msgpack.Decoder(c.Batch)
-_report = msgspec.msgpack.Decoder(c.Report)
 
 encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
 
@@ -82,21 +81,9 @@ def _head(first: int, count: int) -> bytes:
     return head + (b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big"))
 
 
-def decode_batch(message: bytes) -> c.Batch:
-    """Decodes a batch of commands. Raises ProtocolError."""
-    return _decode(_batch, message)  # type: ignore[no-any-return]
-
-
-def decode_report(message: bytes) -> c.Report:
-    """Decodes a node's report. Raises ProtocolError."""
-    return _decode(_report, message)  # type: ignore[no-any-return]
-
-
-def _decode(decoder: Any, message: bytes) -> Any:
-    try:
-        return decoder.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
+#: Decodes a batch of commands, and a node's report. Raises ProtocolError.
+decode_batch: Callable[[bytes], c.Batch] = Decoder[c.Batch](c.Batch, "a message").decode
+decode_report: Callable[[bytes], c.Report] = Decoder[c.Report](c.Report, "a message").decode
 
 
 def to_spec(value: object) -> c.Spec:

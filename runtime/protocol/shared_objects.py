@@ -10,15 +10,17 @@ A message of any length goes in pieces, each led by a byte: ``MORE``, or ``LAST`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from . import framing
 from .arguments import Message
 from .commands import Failed
 from .errors import UNDECODABLE, ProtocolError
+from .framing import Assembly, Decoder
 
 #: The most bytes of an item: its plain data and its tensors together.
 MAX_ITEM = 64 << 20
@@ -32,8 +34,6 @@ MAX_SELECTED = 1024
 MAX_HANDLES = 1024
 #: The most bytes of what tells of an error that an actor's method has raised.
 MAX_RAISED = 4 << 20
-#: Bytes of a message per piece, well under a message's limit.
-PIECE = 512 << 10
 MORE, LAST = b"\0", b"\1"
 
 #: What an answer says: done; there is no item, or no room, now; closed; a node was lost; refused in words; the session
@@ -307,72 +307,46 @@ Asking: TypeAlias = (
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_raised: msgspec.msgpack.Decoder[Failed] = msgspec.msgpack.Decoder(Failed)
+#: Decodes what a node asks, and the answer to it. Raises ProtocolError.
+decode_request: Callable[[bytes], Request] = Decoder[Request](Request, "a request").decode
+decode_answer: Callable[[bytes], Answer] = Decoder[Answer](Answer, "an answer").decode
+_raised = Decoder[Failed](Failed, "the account of an error")
 
 
 def encode_request(request: Asking) -> bytes:
     """Encodes a request. Raises ValueError for one that the other end would refuse, and end the connection for."""
     try:
         message = encode(request)
-        _requests.decode(message)
-    except UNDECODABLE as e:
+        decode_request(message)
+    except (ProtocolError, *UNDECODABLE) as e:
         raise ValueError(f"this can't be asked of what the script holds for all: {e}") from None
     if len(message) > MAX_WHOLE:
         raise ValueError(f"a request of {len(message)} bytes is over the limit of {MAX_WHOLE}")
     return message
 
 
-def decode_request(message: bytes) -> Request:
-    """Decodes what a node asks. Raises ProtocolError."""
-    try:
-        return _requests.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a request of {len(message)} bytes is not of this protocol: {e}") from None
-
-
-def decode_answer(message: bytes) -> Answer:
-    """Decodes an answer. Raises ProtocolError."""
-    try:
-        return _answers.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"an answer of {len(message)} bytes is not of this protocol: {e}") from None
-
-
 def decode_raised(data: bytes) -> Failed:
     """Decodes what tells of an error that an actor's method has raised. Raises ProtocolError."""
     if len(data) > MAX_RAISED:
         raise ProtocolError(f"{len(data)} bytes tell of an error, and {MAX_RAISED >> 20} MiB may")
-    try:
-        return _raised.decode(data)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"what tells of an error, of {len(data)} bytes, is not of this protocol: {e}") from None
+    return _raised.decode(data)
 
 
 def pieces(message: bytes) -> Iterator[bytes]:
     """Cuts a message into pieces."""
-    end = max(0, len(message) - 1) // PIECE * PIECE
-    for at in range(0, end, PIECE):
-        yield MORE + message[at : at + PIECE]
-    yield LAST + message[end:]
+    for piece, last in framing.pieces(message):
+        yield (LAST if last else MORE) + piece
 
 
 class Joining:
     """Joins the pieces of one sender's messages."""
 
     def __init__(self) -> None:
-        self._parts = bytearray()
+        self._message = Assembly(MAX_WHOLE, f"a message is longer than {MAX_WHOLE} bytes")
 
     def add(self, piece: bytes) -> bytes | None:
         """Takes a piece; returns the message that it ends, if it does. Raises ProtocolError for what is no piece, and
         for a message that is too long."""
         if piece[:1] not in (MORE, LAST):
             raise ProtocolError(f"a piece of {len(piece)} bytes begins with {piece[:1]!r}")
-        if len(self._parts) + len(piece) > MAX_WHOLE:
-            raise ProtocolError(f"a message is longer than {MAX_WHOLE} bytes")
-        self._parts += memoryview(piece)[1:]
-        if piece[:1] == MORE:
-            return None
-        whole, self._parts = bytes(self._parts), bytearray()
-        return whole
+        return self._message.add(memoryview(piece)[1:], piece[:1] == LAST)

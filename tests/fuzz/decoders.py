@@ -650,7 +650,11 @@ DECODERS: tuple[Decoder, ...] = (
         packed(c.Batch, *_BATCHES),
         _batch,
         (ProtocolError,),
-        covers=("runtime/protocol/codec.py:", "runtime/protocol/codec.py:_decode"),
+        covers=(
+            "runtime/protocol/codec.py:",
+            "runtime/protocol/framing.py:Decoder.__init__",
+            "runtime/protocol/framing.py:Decoder.decode",
+        ),
         examples=150,
     ),
     Decoder(
@@ -660,7 +664,6 @@ DECODERS: tuple[Decoder, ...] = (
         (ProtocolError,),
         covers=(
             "runtime/protocol/side.py:",
-            "runtime/protocol/side.py:decode",
             "runtime/node/side_channel.py:SideChannel._hear",
         ),
     ),
@@ -669,17 +672,13 @@ DECODERS: tuple[Decoder, ...] = (
         st.one_of(packed(kind, *_REQUESTS.get(kind, ())) for kind in get_args(shared_objects.Request)),
         shared_objects.decode_request,
         (ProtocolError,),
-        covers=(
-            "runtime/protocol/shared_objects.py:",
-            "runtime/protocol/shared_objects.py:decode_request",
-        ),
+        covers=("runtime/protocol/shared_objects.py:",),
     ),
     Decoder(
         "answer of what is shared",
         packed(shared_objects.Answer, *_ANSWERS),
         shared_objects.decode_answer,
         (ProtocolError,),
-        covers=("runtime/protocol/shared_objects.py:decode_answer",),
     ),
     Decoder(
         "pieces of what is shared",
@@ -742,7 +741,7 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/launch/tree/framed.py:FramedSocket.__init__",
             "runtime/launch/tree/framed.py:FramedSocket._decode",
-            "runtime/launch/tree/framed.py:FramedSocket.hear",
+            "runtime/protocol/framing.py:length",
         ),
         examples=80,
     ),
@@ -767,7 +766,6 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/endpoints/frames.py:",
             "runtime/endpoints/frames.py:decode_head",
-            "runtime/endpoints/frames.py:Reader._messages",
             "runtime/endpoints/wires.py:Wires._come",
         ),
     ),
@@ -972,7 +970,6 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/child.py:main": _OWN,
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
-    "runtime/protocol/shared_objects.py:encode_request": _OWN,
     "runtime/node/warned.py:telling.tell": "what was encoded just before, so that any text can be sent",
     "runtime/process/page.py:Page.began": _PAGE,
     "runtime/process/page.py:Page.beside": _PAGE,

@@ -14,6 +14,7 @@ import torch
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
+from disttensor.runtime.protocol.framing import PIECE
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.shared import channel_handles, service
 from disttensor.runtime.shared import objects as held
@@ -103,7 +104,7 @@ def test_a_message_without_an_end(served: tuple[Objects, list[Node]], monkeypatc
     objects, (bad, good) = served
     monkeypatch.setattr(s, "MAX_WHOLE", 1 << 20)
     for _ in range(5):
-        bad.spoke.send(s.MORE + bytes(s.PIECE))
+        bad.spoke.send(s.MORE + bytes(PIECE))
     bad.is_cut()
     goes_on(objects, good)
 
