@@ -2,7 +2,7 @@
 the answers. Each request has a number, and exactly one answer.
 
     node: Client  -- Asking (Put, Take, ...) -->  script: Service
-                  <-- Answer --
+                  <-- ObjectAnswer --
                   -- Withdraw -->  the answer comes now; -- Read --> so many bytes of answers have been read
 
 A message of any length goes in pieces, each led by a byte: ``MORE``, or ``LAST``.
@@ -45,7 +45,7 @@ BROKEN, ACT = 20, 21
 DROPPED = 30
 #: And of an actor: its method has raised what the item tells.
 RAISED = 40
-#: What an ``Entry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
+#: What a ``DictEntry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
 #: version; to take it out, or the last one, or all; to wait until it is there.
 GET, HAS, SET, SET_DEFAULT, SWAP, POP, POP_LAST, CLEAR, WAIT = range(9)
 
@@ -100,7 +100,7 @@ class Take(Message, frozen=True, tag=2):
     wait: bool = True
 
 
-class Ask(Message, frozen=True, tag=3):
+class Inspect(Message, frozen=True, tag=3):
     """Asks how many items there are, and whether the channel is closed; who wait, and whether a lock is held, a barrier
     broken; how many keys there are, and their bytes."""
 
@@ -128,7 +128,7 @@ class Read(Message, frozen=True, tag=6):
     nbytes: _Number
 
 
-class Answer(Message, frozen=True, tag=7):
+class ObjectAnswer(Message, frozen=True, tag=7):
     """The answer to a request: ``item`` was taken out of the object ``of``; ``count``, ``closed`` and ``left`` are what
     was asked. ``trusted``: it was the script that had put the item in, so that functions in it may be unpickled."""
 
@@ -210,7 +210,7 @@ class Lease(Message, frozen=True, tag=30):
     wait: bool = True
 
 
-class Done(Message, frozen=True, tag=31):
+class TaskDone(Message, frozen=True, tag=31):
     """Ends the oldest lease of a holder, and puts what has come out among the answers; waits for room there."""
 
     call: _Number
@@ -230,14 +230,14 @@ class Return(Message, frozen=True, tag=32):
     why: _Words = ""  #: what the holder has done
 
 
-class Join(Message, frozen=True, tag=33):
+class JoinQueue(Message, frozen=True, tag=33):
     """Waits until nothing of a queue of work is left to be done."""
 
     call: _Number
     of: _One
 
 
-class Entry(Message, frozen=True, tag=40):
+class DictEntry(Message, frozen=True, tag=40):
     """Reads or writes what a dictionary has for a key. ``do``: what; see ``GET`` and so on."""
 
     call: _Number
@@ -249,7 +249,7 @@ class Entry(Message, frozen=True, tag=40):
     version: _Number = 0  #: of the value that a ``SWAP`` replaces; 0 for none
 
 
-class Page(Message, frozen=True, tag=41):
+class KeysPage(Message, frozen=True, tag=41):
     """Asks for keys in the order in which they came, behind one of them; with their values or not."""
 
     call: _Number
@@ -278,7 +278,7 @@ class Serve(Message, frozen=True, tag=51):
     raised: bool = False
 
 
-class Await(Message, frozen=True, tag=52):
+class AwaitAnswer(Message, frozen=True, tag=52):
     """A method of an actor waits for the answer to a request of its node, or does not wait any more."""
 
     call: _Number
@@ -301,15 +301,15 @@ class Retire(Message, frozen=True, tag=54):
 
 
 Asking: TypeAlias = (
-    Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | Done | Return | Join
-    | Entry | Page | Invoke | Serve | Await | Drop | Retire
+    Put | Take | Inspect | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | TaskDone | Return
+    | JoinQueue | DictEntry | KeysPage | Invoke | Serve | AwaitAnswer | Drop | Retire
 )  # fmt: skip
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode
 #: Decodes what a node asks, and the answer to it. Raises ProtocolError.
 decode_request: Callable[[bytes], Request] = Decoder[Request](Request, "a request").decode
-decode_answer: Callable[[bytes], Answer] = Decoder[Answer](Answer, "an answer").decode
+decode_answer: Callable[[bytes], ObjectAnswer] = Decoder[ObjectAnswer](ObjectAnswer, "an answer").decode
 _raised = Decoder[Failed](Failed, "the account of an error")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from dataclasses import fields
 from typing import get_args
 
 import pytest
 
+from disttensor.runtime.channel.tcp import handshake
+from disttensor.runtime.endpoints import frames
 from disttensor.runtime.node.executor import Executor
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.node.streams.scheduler import Scheduler
-from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import arguments, codec, shared_objects, side
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds, request_of
 
@@ -95,6 +98,11 @@ def test_a_stream_takes_what_may_stand_on_it() -> None:
     assert set(union) == kinds("on_stream")
 
 
+def test_a_graph_takes_what_it_can_hold() -> None:
+    commands = inspect.get_annotations(c.Part, eval_str=True)["commands"]
+    assert set(get_args(get_args(commands)[0])) == kinds("recordable")
+
+
 @pytest.mark.parametrize(
     "kind", sorted(kinds("on_stream"), key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
 )
@@ -136,6 +144,18 @@ UNCHECKED = {
     c.Poisoned: "the link knows which commands and nodes there are",
     c.Done: "says nothing",
 }
+
+
+def test_no_message_has_the_name_of_another() -> None:
+    """Who reads ``Hello`` knows whose: a node's, another program's or a peer's."""
+    found = Counter(
+        name
+        for module in (arguments, c, side, shared_objects, frames, handshake)
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__ and not name.startswith("_")
+    )
+    assert found["Hello"] == found["EndpointHello"] == found["PeerHello"] == 1
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_every_reply_has_a_row() -> None:

@@ -171,7 +171,7 @@ def form(info: Any, known: list[type]) -> object:
 
 #: All that crosses a process boundary as structs.
 MESSAGES = (
-    c.Batch, c.Report, side.Word, shared_objects.Request, shared_objects.Answer, frames.Said, Bundle,
+    c.Batch, c.Report, side.Word, shared_objects.Request, shared_objects.ObjectAnswer, frames.Said, Bundle,
     control.Order, control.News,
 )  # fmt: skip
 #: What they are in the version of now.
