@@ -15,7 +15,7 @@ import torch
 from ..errors.argument_checks import whole_number
 from ..runtime.endpoints import frames
 from ..runtime.endpoints.connection import Connection, check_tag
-from ..runtime.endpoints.frames import Come, Hello, Refused, Welcome
+from ..runtime.endpoints.frames import Come, EndpointHello, Refused, Welcome
 from ..runtime.endpoints.wires import Wire, Wires
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.interfaces import addresses_of
@@ -264,7 +264,7 @@ class Endpoint:
 
     def _heard(self, wire: Wire, come: Come) -> None:
         hello, known = come.said, self._silent.pop(wire, None)
-        if not isinstance(hello, Hello) or known is None:
+        if not isinstance(hello, EndpointHello) or known is None:
             raise ProtocolError(f"a {type(hello).__name__} out of place")
         self._forget()
         why = ""

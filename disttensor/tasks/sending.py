@@ -29,6 +29,7 @@ from ..proxy.proxy import DistributedTensor
 from ..runtime.node.user_functions import MAX_PICKLE
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.framing import pieces
 from ..runtime.protocol.values import is_announcable
 from ..session.current import session_of
 from ..session.places import Place, one_session
@@ -36,8 +37,6 @@ from ..session.session import Session
 from . import by_name
 from .reloaded_modules import Modules
 
-#: Bytes of a pickled function or its arguments per Piece, well under a message's limit.
-PIECE = 512 << 10
 #: What cloudpickle names the file of all code.
 _NO_FILE = "<dynamic-code>"
 
@@ -299,5 +298,5 @@ def send(
 
 
 def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
-    for start in range(0, max(len(data), 1), PIECE):
-        place.outbox.add(c.Piece(key, data[start : start + PIECE], start + PIECE >= len(data)), site)
+    for piece, last in pieces(data):
+        place.outbox.add(c.Piece(key, piece, last), site)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from ..runtime.process.gc_pause import no_collection
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.traits import request_of
 from ..session import current
 
 
@@ -59,7 +60,7 @@ class NodeLog:
     @property
     def questions(self) -> list[str]:
         """The names of the commands that the nodes answer."""
-        return [name for name, command in self._named() if _is_question(command)]
+        return [name for name, command in self._named() if request_of(command) >= 0]
 
     @property
     def replies(self) -> list[str]:
@@ -206,9 +207,3 @@ class MessageLog(NodeLog):
             return messages
 
         return noted
-
-
-def _is_question(command: c.Command) -> bool:
-    if isinstance(command, c.On):
-        return _is_question(command.command)
-    return hasattr(command, "request") and not isinstance(command, c.Adopt)

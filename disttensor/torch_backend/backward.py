@@ -28,7 +28,7 @@ _kept = threading.local()
 _poke = [None]
 
 
-class Answer:
+class ConstantMethod:
     """A method that returns a constant to C++, which looks it up and then calls it."""
 
     def __init__(self, value: Any) -> None:
@@ -54,15 +54,15 @@ class Answer:
 class Guard(torch._C._acc.DeviceGuard):
     """The device guard, which torch asks also while an exception unwinds."""
 
-    type_ = Answer(torch._C._autograd.DeviceType.PrivateUse1)
+    type_ = ConstantMethod(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 class Hooks(torch._C._acc.PrivateUse1Hooks):
     """The answers to C++'s questions about the device type."""
 
-    is_available = Answer(True)
-    has_primary_context = Answer(True)
-    is_built = Answer(True)
+    is_available = ConstantMethod(True)
+    has_primary_context = ConstantMethod(True)
+    is_built = ConstantMethod(True)
 
 
 def _keep(error: BaseException) -> None:

@@ -3,13 +3,34 @@ their gradients reduced by one.
 
 What a module computes with are results of an autograd function of the parts (`_Unshard`). Its backward is called when
 the gradients of all of the group are there. Autograd would keep the whole parameters from the forward pass to then; so
-what it saves of them is only which they are (`saving.py`), and they are gathered again when it asks.
+what it saves of them is only which they are (`Saving`), and they are gathered again when it asks.
+
+The states of a group (`ShardedState`), and the methods that change them:
+
+                       the modules have   the whole parameters
+    SHARDED            the parts          are not there
+    GATHERING          the parts          are on their way
+    GATHERED           the parts          are there, as for what autograd has saved
+    GATHERED_STALE     the parts          of before are there, and those of now on their way
+    UNSHARDED          whole ones         are there
+    UNSHARDED_STALE    whole ones         of before are there, and those of now on their way
+
+    begin      SHARDED -> GATHERING, and where a part was written since: GATHERED -> GATHERED_STALE,
+               UNSHARDED -> UNSHARDED_STALE
+    ready      begins where it has to; then GATHERING, GATHERED_STALE -> GATHERED, UNSHARDED_STALE -> UNSHARDED
+    unshard    is ready; then GATHERED -> UNSHARDED
+    forget     what ``begin`` began: GATHERING -> SHARDED, GATHERED_STALE -> GATHERED, UNSHARDED_STALE -> UNSHARDED
+    reshard    all -> SHARDED, also by ``take`` and ``drop``, and where gathering fails
+
+What a program has asked for (``held``, ``reduces``, ``after_forward``, ``after_backward``), whether autograd has saved
+something (``saved``) and gradients that wait (``waits``) go with each state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,6 +49,36 @@ from ..runtime.master.route import route
 #: that is still alive is tied to a module outside of the group.
 group_of_part: WeakValueDictionary[int, Group] = WeakValueDictionary()
 were_cut: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+class ShardedState(Enum):
+    """The parameters that the modules of a group have, and what is there of the whole ones."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    GATHERED_STALE = "gathered, and a part was written since"
+    UNSHARDED = "unsharded"
+    UNSHARDED_STALE = "unsharded, and a part was written since"
+
+
+_S = ShardedState
+#: The states to which each may change.
+CHANGES: dict[ShardedState, set[ShardedState]] = {
+    _S.SHARDED: {_S.GATHERING},
+    _S.GATHERING: {_S.GATHERED, _S.SHARDED},
+    _S.GATHERED: {_S.GATHERED_STALE, _S.UNSHARDED, _S.SHARDED},
+    _S.GATHERED_STALE: {_S.GATHERED, _S.SHARDED},
+    _S.UNSHARDED: {_S.UNSHARDED_STALE, _S.SHARDED},
+    _S.UNSHARDED_STALE: {_S.UNSHARDED, _S.SHARDED},
+}
+#: What ``begin`` changes, and what undoes it.
+_BEGUN = {
+    _S.SHARDED: _S.GATHERING,
+    _S.GATHERED: _S.GATHERED_STALE,
+    _S.UNSHARDED: _S.UNSHARDED_STALE,
+}
+_FORGOTTEN = {begun: before for before, begun in _BEGUN.items()}
 
 
 @dataclass(eq=False)
@@ -61,6 +112,7 @@ class Group:
         self.reduces = True  #: whether backward passes reduce
         self.held = False  #: the user has asked for the whole parameters
         self.saved = False  #: autograd may ask for them
+        self.sharded_state = ShardedState.SHARDED
         self.values: list[torch.Tensor] | None = None  #: the whole parameters, while they are there
         self.gathered: Any = None  #: the state of the parts when they were gathered
         self._coming: tuple[Any, list[tuple[list[int], list[Any]]]] | None = None
@@ -74,6 +126,18 @@ class Group:
     def state(self) -> tuple[Any, ...]:
         """Returns what changes when a part is written."""
         return tuple((part.parameter._version, getattr(part.parameter, "_h", None)) for part in self.parts)
+
+    def _change(self, to: ShardedState) -> None:
+        if to is not self.sharded_state:
+            assert to in CHANGES[self.sharded_state], (
+                f"a group that is {self.sharded_state.value} can't become {to.value}"
+            )
+            self.sharded_state = to
+
+    @property
+    def is_whole(self) -> bool:
+        """True while the modules have the whole parameters."""
+        return self.sharded_state in (ShardedState.UNSHARDED, ShardedState.UNSHARDED_STALE)
 
     @torch.no_grad()
     def begin(self, beside: bool) -> Work[Any] | None:
@@ -94,6 +158,7 @@ class Group:
                 shares = [self.parts[i].parameter.detach().reshape(-1).to(dtype) for i in pack]
                 parts, work = gather_parts(torch.cat(shares), self.over, beside)
                 coming.append((pack, parts))
+        self._change(_BEGUN.get(self.sharded_state, self.sharded_state))
         self._coming = state, coming
         return work
 
@@ -103,20 +168,29 @@ class Group:
         self.begin(beside=False)
         if self._coming is not None:
             (self.gathered, coming), self._coming, self.values = self._coming, None, None
-            found: dict[int, torch.Tensor] = {}
-            with torch.inference_mode(False):
-                while coming:
-                    pack, parts = coming.pop()
-                    at = 0
-                    for i in pack:
-                        share = self.parts[i].parameter
-                        size = share.numel()
-                        value = torch.cat([part.narrow(0, at, size).view(share.shape) for part in parts])
-                        found[i] = value.narrow(0, 0, self.parts[i].cut.size) if len(value) else value
-                        at += size
-                    del parts
-            self.values = [found[i] for i in range(len(self.parts))]
+            try:
+                self.values = self._joined(coming)
+                self._change(ShardedState.UNSHARDED if self.is_whole else ShardedState.GATHERED)
+            except BaseException:  # a loss, or a Ctrl-C
+                self.reshard()
+                raise
         return self.values or []
+
+    def _joined(self, coming: list[tuple[list[int], list[Any]]]) -> list[torch.Tensor]:
+        """Returns the whole parameters, in the order of the parts, and frees what was gathered of them."""
+        found: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(False):
+            while coming:
+                pack, parts = coming.pop()
+                at = 0
+                for i in pack:
+                    share = self.parts[i].parameter
+                    size = share.numel()
+                    value = torch.cat([part.narrow(0, at, size).view(share.shape) for part in parts])
+                    found[i] = value.narrow(0, 0, self.parts[i].cut.size) if len(value) else value
+                    at += size
+                del parts
+        return [found[i] for i in range(len(self.parts))]
 
     def unshard(self) -> None:
         """Has the modules have the whole parameters."""
@@ -127,26 +201,24 @@ class Group:
         for i, value in enumerate(made):
             value._is_param = True  # for modules that ask whether it is one
             value._whole = self, i
+        self._change(ShardedState.UNSHARDED)  # before, so that ``reshard`` undoes a part of it
         self._give(made)
 
-    @property
-    def is_whole(self) -> bool:
-        """True while the modules have the whole parameters."""
-        return any(
-            module._parameters[name] is not part.parameter for part in self.parts for module, name in part.places
-        )
-
     def reshard(self) -> None:
-        """Has the modules have the parts, and frees the whole parameters."""
-        self._coming = None
-        if self.values is not None or self.is_whole:
-            self.values = None
+        """Has the modules have the parts, and frees the whole parameters.
+
+        Modules that have parts already keep what they have: others may have come in the place of the parts (``adopt``).
+        """
+        self._coming = self.values = None
+        if self.is_whole:
             self._give([part.parameter for part in self.parts])
+        self._change(ShardedState.SHARDED)
 
     def forget(self) -> None:
         """Forgets what was begun to be gathered, and not used, unless the user has asked for it."""
         if not self.held:
             self._coming = None
+            self._change(_FORGOTTEN.get(self.sharded_state, self.sharded_state))
 
     def drop(self) -> None:
         """Forgets what a backward pass that failed has left."""
@@ -167,12 +239,13 @@ class Group:
         for part in self.parts:
             module, name = part.places[0]
             there = module._parameters[name]
-            if there is not part.parameter and isinstance(there, nn.Parameter) and self.values is None:
+            if there is not part.parameter and isinstance(there, nn.Parameter) and not self.is_whole:
                 if there.shape != part.parameter.shape:
                     raise RuntimeError(
                         f"fully_shard: {part.name!r} was replaced by a parameter of shape {tuple(there.shape)}, and "
                         f"each rank's part has {tuple(part.parameter.shape)}; replace parameters before fully_shard"
                     )
+                group_of_part.pop(id(part.parameter), None)  # another parameter may get its id
                 part.parameter = there
                 mark(there, ((part.cut, 0),))
                 group_of_part[id(there)] = self

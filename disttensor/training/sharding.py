@@ -86,6 +86,7 @@ def fully_shard(
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_state_dict_post_hook(_whole_entries)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_own_entries)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -125,8 +126,10 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Frees the whole parameters of this module's group; the module has its parts again."""
-        self._sharding.group.held = False
-        self._sharding.group.reshard()
+        group = self._sharding.group
+        group.held = False
+        group.reshard()
+        group.adopt()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward passes reduce gradients. Those of passes that do not are kept, whole, on each rank, and
@@ -178,7 +181,6 @@ def reshard(module: nn.Module) -> None:
     for one in module.modules():
         if isinstance(one, FSDPModule):
             one.reshard()
-            one._sharding.group.adopt()
 
 
 def _plain_name(module: object) -> str:
@@ -354,7 +356,6 @@ def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 def _before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     module.reshard()
-    module._sharding.group.adopt()
 
 
 @torch.no_grad()
@@ -394,6 +395,10 @@ def _own_entries(
                     "whole parameter."
                 )
                 state[prefix + name] = part.parameter.detach()
+
+
+def _after_load(module: Any, keys: Any) -> None:
+    module._sharding.group.adopt()  # with assign=True: what the optimizer is made of next are parts
 
 
 def _names(module: Any) -> Iterator[tuple[Part, list[str]]]:

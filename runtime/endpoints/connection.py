@@ -18,7 +18,7 @@ from ..protocol.errors import BrokenError, ProtocolError
 from ..shared.waiting import check_timeout
 from ..transport.tunnel import TunnelClient
 from . import frames
-from .frames import Come, Hello, Refused, Welcome
+from .frames import Come, EndpointHello, Refused, Welcome
 from .wires import Wire, Wires
 
 #: Seconds in which a close waits for the other end to take what was sent.
@@ -190,7 +190,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
     atexit.register(end)  # a program that ends has closed
 
     try:
-        hello = Hello(frames.VERSION, socket.gethostname()[:200], os.getpid(), tag)
+        hello = EndpointHello(frames.VERSION, socket.gethostname()[:200], os.getpid(), tag)
         with wires.cond:
             wire = wires.add(tunnel.socket)
             wire.name = f"the endpoint of {connection_file} ({invitation.whose()})"

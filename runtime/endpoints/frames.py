@@ -12,7 +12,8 @@ from msgspec import Meta
 from ..protocol import values
 from ..protocol.arguments import Message
 from ..protocol.dtypes import IDS
-from ..protocol.errors import UNDECODABLE, ProtocolError
+from ..protocol.errors import ProtocolError
+from ..protocol.framing import PREFIX, Decoder, length, prefixed
 from ..protocol.shared_objects import MAX_SIZE, MAX_TENSOR_DIMS, MAX_WORDS
 from ..shared.values import bytes_of, check_filled, decode_plain, empty, encode_plain, fetched, nbytes_of
 
@@ -36,7 +37,7 @@ class Shape(Message, frozen=True):
     sizes: Annotated[tuple[_Size, ...], Meta(max_length=MAX_TENSOR_DIMS)]
 
 
-class Hello(Message, frozen=True, tag=1):
+class EndpointHello(Message, frozen=True, tag=1):
     """A client's first message."""
 
     version: int
@@ -58,7 +59,7 @@ class Refused(Message, frozen=True, tag=3):
     why: _Words
 
 
-class Value(Message, frozen=True, tag=4):
+class EndpointValue(Message, frozen=True, tag=4):
     """A value."""
 
     data: bytes
@@ -69,7 +70,7 @@ class Bye(Message, frozen=True, tag=5):
     """Nothing more comes: this end was closed."""
 
 
-Said: TypeAlias = Hello | Welcome | Refused | Value | Bye
+Said: TypeAlias = EndpointHello | Welcome | Refused | EndpointValue | Bye
 
 
 class Come(NamedTuple):
@@ -81,18 +82,17 @@ class Come(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of memory that its value takes, about. Raises ProtocolError."""
-        data = values.weight(self.said.data, self.tensors) if isinstance(self.said, Value) else 0
+        data = values.weight(self.said.data, self.tensors) if isinstance(self.said, EndpointValue) else 0
         return data + sum(x.nbytes + 64 for x in self.tensors) + 512
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_heads: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_heads = Decoder[Said](Said, "a head")
 
 
 def frame(said: Said) -> bytes:
     """Returns the bytes of a head."""
-    body = _encode(said)
-    return len(body).to_bytes(4, "big") + body
+    return prefixed(_encode(said))
 
 
 def pack(value: Any) -> list[memoryview]:
@@ -108,18 +108,18 @@ def pack(value: Any) -> list[memoryview]:
             f"a message has {len(tensors)} tensors of {size} bytes, and may have {MAX_TENSORS} of {MAX_BYTES >> 30} GiB"
         )
     here = [fetched(x, "a message") for x in tensors]
-    head = frame(Value(data, tuple(Shape(IDS[x.dtype], tuple(x.shape)) for x in here)))
+    head = frame(EndpointValue(data, tuple(Shape(IDS[x.dtype], tuple(x.shape)) for x in here)))
     return [memoryview(head), *(bytes_of(x) for x in here if x.numel())]
 
 
 def unpack(come: Come) -> Any:
     """Returns the value of a message. Raises ProtocolError."""
-    if not isinstance(come.said, Value):
+    if not isinstance(come.said, EndpointValue):
         raise ProtocolError(f"a value was to come, not {type(come.said).__name__}")
     return decode_plain(come.said.data, come.tensors)
 
 
-class Reader:
+class MessageReader:
     """Makes messages of a stream of bytes: who has read some into ``room()`` says so by ``took``.
 
     A message that says that it is larger than any is refused before there is memory for it.
@@ -151,15 +151,15 @@ class Reader:
 
     def _messages(self) -> Generator[memoryview]:
         while True:
-            length = bytearray(4)
-            yield memoryview(length)
-            size = int.from_bytes(length, "big")
+            prefix = bytearray(PREFIX)
+            yield memoryview(prefix)
+            size = length(prefix)
             if not 0 < size <= self.most:
                 raise ProtocolError(f"a head of {size} bytes, and the most is {self.most}")
             body = bytearray(size)
             yield memoryview(body)
             said, tensors = decode_head(body), []
-            for shape in said.tensors if isinstance(said, Value) else ():
+            for shape in said.tensors if isinstance(said, EndpointValue) else ():
                 tensors.append(made := empty(shape.dtype, shape.sizes, "a message"))
                 if made.numel():
                     yield bytes_of(made)
@@ -169,11 +169,8 @@ class Reader:
 
 def decode_head(body: bytes | bytearray) -> Said:
     """Decodes a head. Raises ProtocolError."""
-    try:
-        said = _heads.decode(body)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a head of {len(body)} bytes is not of this protocol: {e}") from None
-    if isinstance(said, Value):
+    said = _heads.decode(body)
+    if isinstance(said, EndpointValue):
         size = sum(nbytes_of(shape.dtype, shape.sizes, "a message") for shape in said.tensors)
         if size > MAX_BYTES:
             raise ProtocolError(f"a message has tensors of {size} bytes, and may have {MAX_BYTES}")

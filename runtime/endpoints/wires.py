@@ -23,7 +23,7 @@ from ..master.patience import PATIENCE
 from ..process.own_time import Unheard
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ProtocolError
 from ..shared.waiting import LOOK
-from .frames import MAX_FIRST, MAX_HEAD, Bye, Come, Reader, Refused, Value, frame, unpack
+from .frames import MAX_FIRST, MAX_HEAD, Bye, Come, EndpointValue, MessageReader, Refused, frame, unpack
 
 #: Bytes of messages, and messages, that nobody has taken, beyond which no more of a wire is read.
 FULL_BYTES, FULL_MESSAGES = 64 << 20, 1024
@@ -49,7 +49,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.sock, self.reader = sock, Reader(MAX_FIRST)
+        self.sock, self.reader = sock, MessageReader(MAX_FIRST)
         self.out: deque[_Sending] = deque()
         self.inbox: deque[tuple[int, Any, int]] = deque()  #: when it came, in the order of all; the value; its bytes
         self.waiting: deque[Future[Any]] = deque()
@@ -315,7 +315,7 @@ class Wires:
                     self.end(wire, f"has said what this version does not understand: {e}")
 
     def _come(self, wire: Wire, come: Come) -> None:
-        if isinstance(come.said, Value) and wire.admitted:
+        if isinstance(come.said, EndpointValue) and wire.admitted:
             nbytes = come.nbytes  # before it is made
             value = unpack(come)
             with self.cond:

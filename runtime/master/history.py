@@ -13,7 +13,8 @@ import msgspec
 
 from ..protocol import codec
 from ..protocol import commands as c
-from ..protocol.arguments import Message
+from ..protocol.arguments import Message, holes
+from ..protocol.traits import TRAITS, without_stream
 from .failures import Site, line_of
 
 #: The number of commands that are kept at least, while that many were sent.
@@ -27,9 +28,6 @@ BYTES_PER_COMMAND = 128
 NAMED = 3
 #: The most characters that are kept of a text in a long message.
 TEXT = 100
-
-#: Commands that only serve another one, which is issued at the same line: they are not what a line is about.
-_SERVE = (c.Define, c.Piece, c.Adopt)
 
 
 class Sent(NamedTuple):
@@ -55,7 +53,7 @@ class Sent(NamedTuple):
     @property
     def counts(self) -> bool:
         """Returns whether a line has issued the command for its own sake, and not to serve another."""
-        return self.site is not None and not isinstance(self.command, _SERVE)
+        return self.site is not None and not TRAITS[type(self.command)].serves
 
     @property
     def beside(self) -> bool:
@@ -65,7 +63,7 @@ class Sent(NamedTuple):
     @property
     def runs(self) -> bool:
         """Returns whether the command runs a function of the user's."""
-        return isinstance(self.command.command if isinstance(self.command, c.On) else self.command, c.Run)
+        return isinstance(without_stream(self.command), c.Run)
 
     @property
     def words(self) -> str:
@@ -77,25 +75,30 @@ class Sent(NamedTuple):
         return f"{self.number} on {self.place}: {what}{' (done)' if self.done else ''}"
 
 
-def asks(command: c.Command) -> int:
-    """Returns the number of the request that the command answers; -1 where it answers none."""
-    asking = command.command if isinstance(command, c.On) else command
-    return -1 if isinstance(asking, c.Adopt) else getattr(asking, "request", -1)
+def made_by(command: c.Command, defined: Mapping[int, c.Define]) -> Sequence[int]:
+    """Returns the refs that a command makes. ``defined``: the templates; of a call whose template was forgotten since,
+    the first output alone."""
+    inner = without_stream(command)
+    call = inner.call if isinstance(inner, c.Ask) else inner
+    makes = TRAITS[type(inner)].makes
+    if not isinstance(call, c.Call):
+        return makes(inner, None)
+    define = defined.get(call.template)
+    return (call.out,) if define is None else makes(inner, _Results(define))
 
 
-def made_by(command: c.Command) -> list[int]:
-    """Returns the refs that a command may make, its own first. Without its template, further outputs of a Call are not
-    told from numbers below zero."""
-    match command:
-        case c.Call(out=out, args=args) | c.Ask(call=c.Call(out=out, args=args)):
-            return [out, *(out - arg for arg in args if type(arg) is int and arg < 0)]
-        case c.Recv(out=out):
-            return [out]
-        case c.Adopt(refs=refs):
-            return list(refs)
-        case c.Collective(outs=outs):
-            return list(outs)
-    return []
+class _Results:
+    """The operator of a template, as the master knows it: the refs that a call makes."""
+
+    def __init__(self, define: c.Define) -> None:
+        self._define = define
+
+    def results(self, out: int, args: Sequence[c.Plain]) -> Sequence[int]:
+        define = self._define
+        if not define.outs:
+            return ()
+        further = args[sum(1 for _ in holes((*define.args, *(spec for _, spec in define.kwargs)))) :]
+        return out, *(out - int(distance) for distance in further)  # type: ignore[arg-type]
 
 
 def to_keep(first: int, message: bytes, commands: Sequence[c.Command]) -> bytes:

@@ -13,7 +13,7 @@ from . import unusable
 from .command_queue import CommandQueue, frees_queued
 from .failures import Failures
 from .fan_out import FanOuts
-from .node import Node
+from .node import Life, Node
 
 
 class LinkState:
@@ -60,7 +60,7 @@ class LinkState:
 
     def there(self) -> list[Node]:
         """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
-        return [node for node in self.nodes if node.said_hello is not None and node.lost is None]
+        return [node for node in self.nodes if node.said_hello is not None and node.life is not Life.LOST]
 
     def check(self, queue: CommandQueue) -> None:
         """Raises the error that makes a place unusable: ForkError, DisttensorError after shutdown, NodeLost. There is

@@ -17,7 +17,7 @@ from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import NodeLost, StartError
 from .link_state import LinkState
-from .node import Node
+from .node import Life, Node
 from .requests import Requests
 from .side_channels import SideChannels
 
@@ -61,7 +61,7 @@ class Losses:
         self.errors: list[NodeLost] = []  #: the first one most likely explains the others
         self.launcher = launcher  #: None where nodes are threads, and when the launcher or the session has ended
         self.launcher_died = ""  #: why there is no launcher any more, if it died
-        #: nodes whose connection ended and whose end the launcher has not explained: (cause so far, deadline)
+        #: of the nodes that are ``Life.UNEXPLAINED``: (cause so far, deadline)
         self.unexplained: dict[int, tuple[str, float]] = {}
         self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
         self._to_look: deque[int] = deque()  #: nodes that the launcher is to look at
@@ -85,7 +85,7 @@ class Losses:
         state = self._state
         with state.lock:
             node = state.nodes[rank]
-            if node.lost is not None or state.closing:
+            if node.life is Life.LOST or state.closing:
                 return
             hello = node.said_hello
             where = (hello.host, hello.pid) if hello else (host or "?", 0)
@@ -96,7 +96,7 @@ class Losses:
                 if rank in fan_out.ranks:
                     fan_out.pack()  # the other members have what was issued before
                     fan_out.lose(lost)
-            node.outbox.lose(lost)
+            node.lose(lost)
             self.errors.append(lost)
             self._requests.lose(rank)
             if self.launcher is not None:
@@ -106,7 +106,7 @@ class Losses:
             for other in state.there():
                 other.outbox.add(c.Lost(rank, cause))
             if not state.closed:
-                self._side.lost(rank, cause, [other for other in state.nodes if other.lost is None])
+                self._side.lost(rank, cause, [other for other in state.nodes if other.life is not Life.LOST])
             self._on_lost(lost)
 
     def kill(self, rank: int, cause: str) -> None:
@@ -135,10 +135,12 @@ class Losses:
 
         If the process has ended, the launcher knows why. It is asked later, because the caller holds the lock.
         """
-        if self._state.nodes[rank].lost is None and not self._state.closing:
+        node = self._state.nodes[rank]
+        if node.life is not Life.LOST and not self._state.closing:
             if self.launcher is None:
                 self.lose(rank, cause)
             else:
+                node.become(Life.UNEXPLAINED)
                 self.unexplained.setdefault(rank, (cause, self._clock.now() + EXIT_CAUSE_TIMEOUT))
 
     def explain(self) -> None:

@@ -1,23 +1,59 @@
-"""The master's record of one node: its hello, the commands queued for it, and what it was sent last."""
+"""The master's record of one node: its life, its hello, the commands queued for it, and what it was sent last.
+
+The life of a node (`Life`), which the link changes under its lock:
+
+    AWAITED        its hello has not arrived, and nothing may be sent to it
+    THERE          its hello has arrived
+    UNEXPLAINED    a connection of it has ended, and the launcher has not said why: nothing is sent to it, and what it
+                   has still said counts
+    LOST           it is gone, and ``lost`` says why
+
+    AWAITED -> THERE                   its hello
+    AWAITED, THERE -> UNEXPLAINED      the end of a connection, where there is a launcher to ask
+    all -> LOST                        the end of its process, or of the launcher; an end that nobody has explained in
+                                       time; a message that breaks the protocol; silence; ``kill``
+
+While a session ends (``Link.closing``) no node becomes unexplained or lost.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
 from itertools import count
 
 from ..host.launcher import Sight
 from ..protocol import commands as c
 from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
+from ..protocol.traits import request_of
 from .failures import Site
-from .history import KEPT, SHOWN, Sent, asks, doing, made_by
+from .history import KEPT, SHOWN, Sent, doing, made_by
 from .home import Home
 from .outbox import Outbox
 
 #: The fewest commands whose mean time says something of a node.
 PACED = 100
+
+
+class Life(Enum):
+    """How far a node is between its start and its loss, as the master knows it."""
+
+    AWAITED = "not there yet"
+    THERE = "there"
+    UNEXPLAINED = "disconnected"
+    LOST = "lost"
+
+
+#: The states to which each may change.
+CHANGES: dict[Life, set[Life]] = {
+    Life.AWAITED: {Life.THERE, Life.UNEXPLAINED, Life.LOST},
+    Life.THERE: {Life.UNEXPLAINED, Life.LOST},
+    Life.UNEXPLAINED: {Life.LOST},
+    Life.LOST: set(),
+}
 
 
 class Node(Home):
@@ -29,6 +65,7 @@ class Node(Home):
         """``blocking``: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)."""
         super().__init__(Outbox(rank, blocking), count())
         self.rank = rank
+        self.life = Life.AWAITED
         self.said_hello: c.Hello | None = None
         self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
         self.repeated = 0  #: failures that it has told before
@@ -43,10 +80,28 @@ class Node(Home):
 
     def __repr__(self) -> str:
         if self.said_hello is None:
-            return f"<Node {self.rank} {'lost' if self.lost else 'not there yet'}>"
-        state = "lost" if self.lost else f"gpu={len(self.devices) - 1} queued={len(self.outbox.queue) // 2}"
-        flying = "" if self.lost else f" inflight={self.outbox.sent - self.outbox.done}"
-        return f"<Node {self.rank} {self.hello.host}:{self.hello.pid} {state}{flying}>"
+            return f"<Node {self.rank} {self.life.value}>"
+        state = "" if self.life is Life.THERE else f" {self.life.value}"
+        if self.life is not Life.LOST:
+            state += f" gpu={len(self.devices) - 1} queued={len(self.outbox.queue) // 2} inflight={self.behind}"
+        return f"<Node {self.rank} {self.hello.host}:{self.hello.pid}{state}>"
+
+    def become(self, life: Life) -> None:
+        """Changes the node's life, if that is not what it is already."""
+        if life is not self.life:
+            assert life in CHANGES[self.life], f"node {self.rank} is {self.life.value}, and can't become {life.value}"
+            self.life = life
+
+    def greet(self, hello: c.Hello) -> None:
+        """Takes the node's hello, which may come after the end of another connection of it."""
+        self.said_hello = hello
+        if self.life is Life.AWAITED:
+            self.become(Life.THERE)
+
+    def lose(self, error: NodeLost) -> None:
+        """Notes that the node is gone: nothing is queued for it any more."""
+        self.outbox.lose(error)
+        self.become(Life.LOST)
 
     @property
     def hello(self) -> c.Hello:
@@ -101,9 +156,8 @@ class Node(Home):
         found: dict[int, Site] = {}
         for _, commands in self.outbox.last_messages():
             for command, site in commands:
-                inner = command.command if isinstance(command, c.On) else command
                 if site is not None:
-                    found.update((ref, site) for ref in made_by(inner) if ref in refs and ref not in found)
+                    found.update((ref, site) for ref in made_by(command, self.defined) if ref in refs)
         return found
 
     def last_words(self, running: int = -1, beside: Sequence[int] = ()) -> tuple[str, tuple[str, ...]]:
@@ -130,6 +184,6 @@ class Node(Home):
         rank, answered, defined = self.rank, self.answered, self.defined
         for first, commands in self.outbox.last_messages():
             yield [
-                Sent(n, rank, command, site, n < done or asks(command) == answered, defined)
+                Sent(n, rank, command, site, n < done or request_of(command) == answered, defined)
                 for n, (command, site) in enumerate(commands, first)
             ]

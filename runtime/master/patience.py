@@ -12,8 +12,9 @@ from ..process.cells import with_cells
 from ..process.clock import CLOCK, Clock
 from ..process.own_time import Unheard
 from ..process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, STREAMS, WORDS, Beside
+from ..protocol.traits import request_of
 from .failures import line_of
-from .history import NAMED, asks
+from .history import NAMED
 
 if TYPE_CHECKING:
     from .node import Node
@@ -93,7 +94,8 @@ class Cancelled:
         sight = node.sight
         if sight is None and seconds < UNHEEDED + _SIGHT:
             return False
-        sent = next((each for each in node.last_commands() if each.runs and asks(each.command) == self._request), None)
+        runs = (each for each in node.last_commands() if each.runs)
+        sent = next((each for each in runs if request_of(each.command) == self._request), None)
         if sent is not None and sight is not None and not sent.beside and sight.seq != sent.number:
             self._unheard.heard()  # it has not begun, and is not going to
             self._asked = False

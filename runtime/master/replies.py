@@ -13,7 +13,7 @@ from ..protocol.failure_ids import position
 from .failures import Failure
 from .link_state import LinkState
 from .losses import Losses
-from .node import Node
+from .node import Life, Node
 from .requests import Requests
 
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
@@ -47,7 +47,7 @@ class Replies:
             return
         for rank, message in self._hub.drain():
             node = self._nodes[rank]
-            if node.lost is not None:
+            if node.life is Life.LOST:
                 continue  # the node was given up: its messages come too late
             try:
                 report = codec.decode_report(message)
@@ -72,7 +72,7 @@ class Replies:
         if isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
-            node.said_hello = reply
+            node.greet(reply)
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):

@@ -11,7 +11,7 @@ from ..protocol import commands as c
 from ..protocol.arguments import Message
 from .command_queue import CommandQueue
 from .link_state import LinkState
-from .node import Node
+from .node import Life, Node
 
 
 class Waker:
@@ -179,7 +179,7 @@ class Requests:
 
     def is_under_way(self, node: Node, request: int) -> bool:
         """Returns whether the node has not answered a request, whether anybody waits for that or not."""
-        return node.lost is None and (request in node.unawaited or request in self._due)
+        return node.life is not Life.LOST and (request in node.unawaited or request in self._due)
 
     def get(self, number: int) -> Request | None:
         """Returns the request of this number; None if nobody waits for its answer."""

@@ -389,9 +389,8 @@ class NodeState:
                     entries[call.out] = poison
         if isinstance(command, c.Run):
             self.functions.skip(command)
-        request = getattr(command, "request", None)
-        if request is not None:
-            self.emit(c.Poisoned(request, poison.rank, poison.seq))
+        if traits.answers:
+            self.emit(c.Poisoned(command.request, poison.rank, poison.seq))  # type: ignore[union-attr]
 
     def spoil(self, ref: int, poison: Poison) -> None:
         """Poisons the tensor under ``ref``, with all that share its memory."""

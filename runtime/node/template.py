@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
+from ..protocol.arguments import holes
 from ..protocol.errors import ProtocolError
 from . import geometry
 from .call_forms import Entries, Run, Slot, caller
@@ -137,7 +138,7 @@ class Broken(Template):
     def __init__(self, define: c.Define, why: Exception) -> None:
         self.name, self.outs, self.mutated = define.op, define.outs, ()
         self.foreseen = self.loud = self.views = False
-        self.holes = tuple(_holes((*define.args, *(s for _, s in define.kwargs))))
+        self.holes = tuple(holes((*define.args, *(s for _, s in define.kwargs))))
 
         def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:
             raise why.with_traceback(None)
@@ -151,14 +152,6 @@ class Broken(Template):
 
 def _dropping(over: Callable[[Entries], Run], e: Entries) -> Run:
     return dropping(over(e))
-
-
-def _holes(specs: tuple[c.Spec, ...]) -> Iterator[bool]:
-    for spec in specs:
-        if isinstance(spec, c.Hole):
-            yield spec.tensor
-        elif isinstance(spec, c.Items):
-            yield from _holes(spec.items)
 
 
 def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[str, Slot]) -> Iterator[int]:

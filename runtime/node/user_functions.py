@@ -21,6 +21,7 @@ from ..protocol import commands as c
 from ..protocol import values
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
+from ..protocol.framing import Assembly
 from . import holders, where
 from .held import Held
 from .interruption import Interruption
@@ -28,6 +29,7 @@ from .store import Other, shared
 
 #: The most bytes of a pickled function, or of the pickled arguments of one call.
 MAX_PICKLE = 64 << 20
+_TOO_LONG = f"a pickled function or its arguments exceed {MAX_PICKLE >> 20} MiB; send tensors instead"
 #: The most functions that are kept after their first call.
 MAX_KEPT = 1024
 
@@ -74,24 +76,20 @@ class Functions:
         self._allowed = allowed
         self._worlds = worlds
         self.rank, self.device = -1, "cpu"  #: the node's number and default device
-        self._pieces: dict[bytes, bytearray] = {}
+        self._pieces: dict[bytes, Assembly] = {}
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
         self._interruption = Interruption()
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
         """Adds a piece. Raises ProtocolError when the pieces are too long or do not match the digest ``key``."""
-        whole = self._pieces.setdefault(key, bytearray())
-        whole += data
-        if len(whole) > MAX_PICKLE:
-            del self._pieces[key]
-            raise ProtocolError(
-                f"a pickled function or its arguments exceed {MAX_PICKLE >> 20} MiB; send tensors instead"
-            )
-        if last:
-            done = bytes(self._pieces.pop(key))
-            if key_of(done) != key:
-                raise ProtocolError("a pickled function arrived damaged")
+        whole = self._pieces.pop(key, None) or Assembly(MAX_PICKLE, _TOO_LONG)
+        done = whole.add(data, last)
+        if done is None:
+            self._pieces[key] = whole
+        elif key_of(done) != key:
+            raise ProtocolError("a pickled function arrived damaged")
+        else:
             self._whole[key] = done
 
     def claim(self, command: c.Run) -> Job:

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 from functools import partial
-from typing import get_args
 
 import msgspec
 import torch
@@ -196,14 +195,14 @@ class Worker:
             seq = done
             text = f"an answer of {len(message)} bytes is over the limit of {codec.MAX_MESSAGE}; return tensors instead"
             failed = c.Failed(seq, "answer", "disttensor.runtime.protocol.errors.DisttensorError", text, "")
-            request = getattr(replies[0], "request", 0)
+            request = replies[0].request if type(replies[0]) in _AWAITED else 0  # type: ignore[union-attr]
             message = codec.encode(c.Report(seq, (failed, c.Poisoned(request, self.bundle.rank, seq))))
         self._spoke.send(message)
 
 
 #: Replies that somebody waits for: they leave at once, not at the end of the batch. With streams a batch may have ended
 #: long before the answer is there, and nobody would send it.
-_AWAITED = frozenset(kind for kind in get_args(c.Reply) if hasattr(kind, "request"))
+_AWAITED = frozenset(kind for kind, row in codec.REPLIES.items() if row.awaited)
 
 
 def main(lifeline: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -106,6 +107,15 @@ class Addresses(Message, frozen=True):
     collectives: str = ""  #: the master's is empty: it takes part in none
 
 
+def holes(specs: Iterable[Spec]) -> Iterator[bool]:
+    """Yields, for each of a Call's arguments that a template's ``specs`` have a hole for, whether it is a tensor."""
+    for spec in specs:
+        if isinstance(spec, Hole):
+            yield spec.tensor
+        elif isinstance(spec, Items):
+            yield from holes(spec.items)
+
+
 __all__ = [
     "Addresses",
     "Complex",
@@ -123,4 +133,5 @@ __all__ = [
     "Plain",
     "Spec",
     "Value",
+    "holes",
 ]  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from .framing import PREFIX, length, prefixed
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
@@ -104,15 +106,14 @@ def _texts(message: S, change: Callable[[str], str]) -> S:
 
 def write_bundle(fd: int, bundle: Bundle) -> None:
     """Writes the frame to ``fd`` and leaves it open."""
-    body = msgspec.json.encode(bundle)
-    data = len(body).to_bytes(4, "big") + body
+    data = prefixed(msgspec.json.encode(bundle))
     while data:
         data = data[os.write(fd, data) :]
 
 
 def read_bundle(fd: int) -> Bundle:
     """Reads one frame from ``fd``. Raises EOFError on a cut pipe, ValueError on nonsense."""
-    size = int.from_bytes(_read_exactly(fd, 4), "big")
+    size = length(_read_exactly(fd, PREFIX))
     if size > 1 << 20:
         raise ValueError(f"a bundle of {size} bytes: this is not a disttensor life-line")
     try:

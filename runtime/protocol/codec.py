@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +17,8 @@ import torch
 from . import commands as c
 from .arguments import Addresses
 from .dtypes import DTYPES, IDS, NAMES
-from .errors import UNDECODABLE, ProtocolError
+from .errors import ProtocolError
+from .framing import Decoder
 
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
@@ -52,8 +53,6 @@ _LAYOUT_ID = {d: i for i, d in enumerate(LAYOUTS)}
 _FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
 
 _encoder = msgspec.msgpack.Encoder()
-_batch = msgspec.msgpack.Decoder(c.Batch)
-_report = msgspec.msgpack.Decoder(c.Report)
 
 encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
 
@@ -82,21 +81,9 @@ def _head(first: int, count: int) -> bytes:
     return head + (b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big"))
 
 
-def decode_batch(message: bytes) -> c.Batch:
-    """Decodes a batch of commands. Raises ProtocolError."""
-    return _decode(_batch, message)  # type: ignore[no-any-return]
-
-
-def decode_report(message: bytes) -> c.Report:
-    """Decodes a node's report. Raises ProtocolError."""
-    return _decode(_report, message)  # type: ignore[no-any-return]
-
-
-def _decode(decoder: Any, message: bytes) -> Any:
-    try:
-        return decoder.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a message of {len(message)} bytes is not of this protocol: {e}") from None
+#: Decodes a batch of commands, and a node's report. Raises ProtocolError.
+decode_batch: Callable[[bytes], c.Batch] = Decoder[c.Batch](c.Batch, "a message").decode
+decode_report: Callable[[bytes], c.Report] = Decoder[c.Report](c.Report, "a message").decode
 
 
 def to_spec(value: object) -> c.Spec:
@@ -157,9 +144,7 @@ def from_value(value: c.Value) -> object:
 
 def check_reply(reply: c.Reply) -> None:
     """Refuses metadata that no tensor can have and devices that cannot exist. Raises ProtocolError."""
-    check = _CHECKS.get(type(reply))
-    if check is not None:
-        check(reply)
+    REPLIES[type(reply)].check(reply)
 
 
 def printable(text: str) -> str:
@@ -284,21 +269,52 @@ def _check_state(state: c.RngState) -> None:
         raise ProtocolError("a generator's state is not empty")
 
 
-#: How a reply is checked; the others have nothing that could not be. By the exact type, which is what decoding makes.
-_CHECKS: dict[type[c.Reply], Callable[[Any], None]] = {
-    c.Hello: _check_hello,
-    c.Opened: lambda reply: _check_addresses(reply.addresses),
-    c.Shapes: lambda reply: _check_geometries(reply.outs),
-    c.Result: lambda reply: _check_geometries(reply.tensors),
-    c.MemoryUsage: lambda reply: _check_sizes(reply.tensors, reply.bytes),
-    c.MemoryFigures: _check_figures,
-    c.Failed: lambda reply: _check_holdings(reply.holdings),
-    c.StorageInfo: lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride),
-    c.Unusable: lambda reply: _check_reasons(reply.reasons),
-    c.GraphEngines: lambda reply: _check_reasons(text for program in reply.programs for text in program),
-    c.Counts: lambda reply: _check_reasons(text for name, use, *_ in reply.rows for text in (name, use)),
-    c.RngState: _check_state,
-    c.Digested: _check_digest,
+def _check_counts(counts: c.Counts) -> None:
+    for name, use, _, *figures in counts.rows:
+        _check_reasons((name, use))
+        for calls, size, seconds in figures:
+            _check_sizes(calls, size)
+            if not 0 <= seconds < math.inf:
+                raise ProtocolError(f"calls of a data channel take some seconds, not {seconds}")
+
+
+def _nothing(reply: c.Reply) -> None:
+    """Checks nothing: decoding has."""
+
+
+class ReplyTraits(NamedTuple):
+    """The traits of one kind of reply: a row of ``REPLIES``."""
+
+    #: answers a request, for which somebody waits: it leaves the node at once, and not at the end of a batch
+    awaited: bool
+    #: refuses what no honest node says, by ProtocolError
+    check: Callable[[Any], None]
+
+
+#: One row per reply. By the exact type, which is what decoding makes. What a reply says of numbers of commands and of
+#: nodes the link checks, which knows how many there are; a value is the user's, and may be any.
+REPLIES: dict[type[c.Reply], ReplyTraits] = {
+    c.Hello: ReplyTraits(False, _check_hello),
+    c.Answer: ReplyTraits(True, _nothing),
+    c.MemoryUsage: ReplyTraits(True, lambda reply: _check_sizes(reply.tensors, reply.bytes)),
+    c.MemoryFigures: ReplyTraits(True, _check_figures),
+    c.StorageInfo: ReplyTraits(
+        True, lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
+    ),
+    c.Digested: ReplyTraits(True, _check_digest),
+    c.RngState: ReplyTraits(True, _check_state),
+    c.GraphEngines: ReplyTraits(
+        True, lambda reply: _check_reasons(text for program in reply.programs for text in program)
+    ),
+    c.Opened: ReplyTraits(True, lambda reply: _check_addresses(reply.addresses)),
+    c.Unusable: ReplyTraits(True, lambda reply: _check_reasons(reply.reasons)),
+    c.Shapes: ReplyTraits(True, lambda reply: _check_geometries(reply.outs)),
+    c.Result: ReplyTraits(True, lambda reply: _check_geometries(reply.tensors)),
+    c.Failed: ReplyTraits(False, lambda reply: _check_holdings(reply.holdings)),
+    c.Warned: ReplyTraits(False, _nothing),
+    c.Poisoned: ReplyTraits(True, _nothing),
+    c.Done: ReplyTraits(True, _nothing),
+    c.Counts: ReplyTraits(True, _check_counts),
 }
 
 

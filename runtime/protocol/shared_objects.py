@@ -2,7 +2,7 @@
 the answers. Each request has a number, and exactly one answer.
 
     node: Client  -- Asking (Put, Take, ...) -->  script: Service
-                  <-- Answer --
+                  <-- ObjectAnswer --
                   -- Withdraw -->  the answer comes now; -- Read --> so many bytes of answers have been read
 
 A message of any length goes in pieces, each led by a byte: ``MORE``, or ``LAST``.
@@ -10,15 +10,17 @@ A message of any length goes in pieces, each led by a byte: ``MORE``, or ``LAST`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from . import framing
 from .arguments import Message
 from .commands import Failed
 from .errors import UNDECODABLE, ProtocolError
+from .framing import Assembly, Decoder
 
 #: The most bytes of an item: its plain data and its tensors together.
 MAX_ITEM = 64 << 20
@@ -32,8 +34,6 @@ MAX_SELECTED = 1024
 MAX_HANDLES = 1024
 #: The most bytes of what tells of an error that an actor's method has raised.
 MAX_RAISED = 4 << 20
-#: Bytes of a message per piece, well under a message's limit.
-PIECE = 512 << 10
 MORE, LAST = b"\0", b"\1"
 
 #: What an answer says: done; there is no item, or no room, now; closed; a node was lost; refused in words; the session
@@ -45,7 +45,7 @@ BROKEN, ACT = 20, 21
 DROPPED = 30
 #: And of an actor: its method has raised what the item tells.
 RAISED = 40
-#: What an ``Entry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
+#: What a ``DictEntry`` asks for: the value of a key; whether it is there; to set it, where it is absent, where it has a
 #: version; to take it out, or the last one, or all; to wait until it is there.
 GET, HAS, SET, SET_DEFAULT, SWAP, POP, POP_LAST, CLEAR, WAIT = range(9)
 
@@ -100,7 +100,7 @@ class Take(Message, frozen=True, tag=2):
     wait: bool = True
 
 
-class Ask(Message, frozen=True, tag=3):
+class Inspect(Message, frozen=True, tag=3):
     """Asks how many items there are, and whether the channel is closed; who wait, and whether a lock is held, a barrier
     broken; how many keys there are, and their bytes."""
 
@@ -128,7 +128,7 @@ class Read(Message, frozen=True, tag=6):
     nbytes: _Number
 
 
-class Answer(Message, frozen=True, tag=7):
+class ObjectAnswer(Message, frozen=True, tag=7):
     """The answer to a request: ``item`` was taken out of the object ``of``; ``count``, ``closed`` and ``left`` are what
     was asked. ``trusted``: it was the script that had put the item in, so that functions in it may be unpickled."""
 
@@ -210,7 +210,7 @@ class Lease(Message, frozen=True, tag=30):
     wait: bool = True
 
 
-class Done(Message, frozen=True, tag=31):
+class TaskDone(Message, frozen=True, tag=31):
     """Ends the oldest lease of a holder, and puts what has come out among the answers; waits for room there."""
 
     call: _Number
@@ -230,14 +230,14 @@ class Return(Message, frozen=True, tag=32):
     why: _Words = ""  #: what the holder has done
 
 
-class Join(Message, frozen=True, tag=33):
+class JoinQueue(Message, frozen=True, tag=33):
     """Waits until nothing of a queue of work is left to be done."""
 
     call: _Number
     of: _One
 
 
-class Entry(Message, frozen=True, tag=40):
+class DictEntry(Message, frozen=True, tag=40):
     """Reads or writes what a dictionary has for a key. ``do``: what; see ``GET`` and so on."""
 
     call: _Number
@@ -249,7 +249,7 @@ class Entry(Message, frozen=True, tag=40):
     version: _Number = 0  #: of the value that a ``SWAP`` replaces; 0 for none
 
 
-class Page(Message, frozen=True, tag=41):
+class KeysPage(Message, frozen=True, tag=41):
     """Asks for keys in the order in which they came, behind one of them; with their values or not."""
 
     call: _Number
@@ -278,7 +278,7 @@ class Serve(Message, frozen=True, tag=51):
     raised: bool = False
 
 
-class Await(Message, frozen=True, tag=52):
+class AwaitAnswer(Message, frozen=True, tag=52):
     """A method of an actor waits for the answer to a request of its node, or does not wait any more."""
 
     call: _Number
@@ -301,78 +301,52 @@ class Retire(Message, frozen=True, tag=54):
 
 
 Asking: TypeAlias = (
-    Put | Take | Ask | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | Done | Return | Join
-    | Entry | Page | Invoke | Serve | Await | Drop | Retire
+    Put | Take | Inspect | Close | Acquire | Release | Arrive | Passed | Abort | Reset | Lease | TaskDone | Return
+    | JoinQueue | DictEntry | KeysPage | Invoke | Serve | AwaitAnswer | Drop | Retire
 )  # fmt: skip
 Request: TypeAlias = Asking | Withdraw | Read
 
 encode = msgspec.msgpack.Encoder().encode
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_raised: msgspec.msgpack.Decoder[Failed] = msgspec.msgpack.Decoder(Failed)
+#: Decodes what a node asks, and the answer to it. Raises ProtocolError.
+decode_request: Callable[[bytes], Request] = Decoder[Request](Request, "a request").decode
+decode_answer: Callable[[bytes], ObjectAnswer] = Decoder[ObjectAnswer](ObjectAnswer, "an answer").decode
+_raised = Decoder[Failed](Failed, "the account of an error")
 
 
 def encode_request(request: Asking) -> bytes:
     """Encodes a request. Raises ValueError for one that the other end would refuse, and end the connection for."""
     try:
         message = encode(request)
-        _requests.decode(message)
-    except UNDECODABLE as e:
+        decode_request(message)
+    except (ProtocolError, *UNDECODABLE) as e:
         raise ValueError(f"this can't be asked of what the script holds for all: {e}") from None
     if len(message) > MAX_WHOLE:
         raise ValueError(f"a request of {len(message)} bytes is over the limit of {MAX_WHOLE}")
     return message
 
 
-def decode_request(message: bytes) -> Request:
-    """Decodes what a node asks. Raises ProtocolError."""
-    try:
-        return _requests.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a request of {len(message)} bytes is not of this protocol: {e}") from None
-
-
-def decode_answer(message: bytes) -> Answer:
-    """Decodes an answer. Raises ProtocolError."""
-    try:
-        return _answers.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"an answer of {len(message)} bytes is not of this protocol: {e}") from None
-
-
 def decode_raised(data: bytes) -> Failed:
     """Decodes what tells of an error that an actor's method has raised. Raises ProtocolError."""
     if len(data) > MAX_RAISED:
         raise ProtocolError(f"{len(data)} bytes tell of an error, and {MAX_RAISED >> 20} MiB may")
-    try:
-        return _raised.decode(data)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"what tells of an error, of {len(data)} bytes, is not of this protocol: {e}") from None
+    return _raised.decode(data)
 
 
 def pieces(message: bytes) -> Iterator[bytes]:
     """Cuts a message into pieces."""
-    end = max(0, len(message) - 1) // PIECE * PIECE
-    for at in range(0, end, PIECE):
-        yield MORE + message[at : at + PIECE]
-    yield LAST + message[end:]
+    for piece, last in framing.pieces(message):
+        yield (LAST if last else MORE) + piece
 
 
 class Joining:
     """Joins the pieces of one sender's messages."""
 
     def __init__(self) -> None:
-        self._parts = bytearray()
+        self._message = Assembly(MAX_WHOLE, f"a message is longer than {MAX_WHOLE} bytes")
 
     def add(self, piece: bytes) -> bytes | None:
         """Takes a piece; returns the message that it ends, if it does. Raises ProtocolError for what is no piece, and
         for a message that is too long."""
         if piece[:1] not in (MORE, LAST):
             raise ProtocolError(f"a piece of {len(piece)} bytes begins with {piece[:1]!r}")
-        if len(self._parts) + len(piece) > MAX_WHOLE:
-            raise ProtocolError(f"a message is longer than {MAX_WHOLE} bytes")
-        self._parts += memoryview(piece)[1:]
-        if piece[:1] == MORE:
-            return None
-        whole, self._parts = bytes(self._parts), bytearray()
-        return whole
+        return self._message.add(memoryview(piece)[1:], piece[:1] == LAST)

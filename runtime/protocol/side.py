@@ -6,12 +6,13 @@ waiting that is in vain, and changes nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
 
 from .arguments import Message
-from .errors import UNDECODABLE, ProtocolError
+from .framing import Decoder
 
 
 class Gone(Message, frozen=True, tag=1):
@@ -31,12 +32,5 @@ class Cancel(Message, frozen=True, tag=2):
 Word: TypeAlias = Gone | Cancel
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
-
-
-def decode(message: bytes) -> Word:
-    """Decodes a word. Raises ProtocolError."""
-    try:
-        return _decoder.decode(message)
-    except UNDECODABLE as e:
-        raise ProtocolError(f"a word of {len(message)} bytes is not of this protocol: {e}") from None
+#: Decodes a word. Raises ProtocolError.
+decode: Callable[[bytes], Word] = Decoder[Word](Word, "a word").decode

@@ -1,7 +1,8 @@
-"""The traits of each kind of command: its order, whether a graph can hold it, which tensors it reads and makes.
+"""The traits of each kind of command: its order, whether a graph can hold it, which tensors it reads and makes, what
+answers it.
 
-One row per command. Streams, graphs, early receives and poison go by these rows; tests/unit/test_traits.py holds them
-against the commands that exist.
+One row per command. Streams, graphs, early receives, poison, the history of what was sent and the log of messages go by
+these rows; tests/unit/test_traits.py holds them against the commands that exist. Rows of replies: replies.py.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Traits:
     overtaken: bool = False
     #: needs nothing but its operands, whichever thread does it (NodeState.effect)
     anywhere: bool = False
+    #: only serves another command, which is issued at the same line: it is not what the line is about
+    serves: bool = False
+    #: the replies that answer it, if it is done: one of these, and Poisoned if it fails. Empty: nobody waits for one
+    answers: tuple[type[c.Reply], ...] = ()
     #: refs of tensors that the command reads, or writes in place
     reads: Refs = _none
     #: refs of tensors that the command writes in place
@@ -68,13 +73,14 @@ _CALL = Traits(
 TRAITS: dict[type[c.Command], Traits] = {
     c.Call: _CALL,
     c.First: _CALL,
-    c.Define: Traits(overtaken=True),
+    c.Define: Traits(overtaken=True, serves=True),
     c.Forget: Traits(overtaken=True),
     c.Free: Traits(overtaken=True),
     c.Ask: Traits(
         on_stream=True,
         routed=True,
         overtaken=True,
+        answers=(c.Answer, c.Shapes),
         reads=lambda ask, operator: operator.operands(ask.call.out, ask.call.args),
         writes=lambda ask, operator: operator.written(ask.call.out, ask.call.args),
         makes=lambda ask, operator: operator.results(ask.call.out, ask.call.args),
@@ -88,18 +94,19 @@ TRAITS: dict[type[c.Command], Traits] = {
         reads=lambda send, _: (send.ref,),
     ),
     c.Recv: Traits(on_stream=True, routed=True, recordable=True, renumbered=True, makes=lambda recv, _: (recv.out,)),
-    c.Piece: Traits(overtaken=True),
+    c.Piece: Traits(overtaken=True, serves=True),
     c.Run: Traits(
         on_stream=True,
         routed=True,
         overtaken=True,
+        answers=(c.Result,),
         reads=lambda run, _: run.refs,
         makes=lambda run, _: (*run.outs, run.token) if run.token else run.outs,
     ),
-    c.Adopt: Traits(overtaken=True),
+    c.Adopt: Traits(overtaken=True, serves=True, makes=lambda adopt, _: tuple(filter(None, adopt.refs))),
     c.Seed: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
     c.Swap: Traits(on_stream=True, routed=True, recordable=True, anywhere=True),
-    c.Random: Traits(on_stream=True, routed=True, anywhere=True),
+    c.Random: Traits(on_stream=True, routed=True, anywhere=True, answers=(c.RngState, c.Done)),
     c.Keep: Traits(
         on_stream=True,
         routed=True,
@@ -108,16 +115,28 @@ TRAITS: dict[type[c.Command], Traits] = {
         reads=lambda keep, _: (keep.ref,) if keep.restore else (),
         makes=lambda keep, _: () if keep.restore else (keep.ref,),
     ),
-    c.Sync: Traits(overtaken=True),
-    c.Memory: Traits(overtaken=True),
-    c.MemoryStats: Traits(overtaken=True),
+    c.Sync: Traits(overtaken=True, answers=(c.Done,)),
+    c.Memory: Traits(overtaken=True, answers=(c.MemoryUsage,)),
+    c.MemoryStats: Traits(overtaken=True, answers=(c.MemoryFigures,)),
     c.Storage: Traits(
-        on_stream=True, routed=True, overtaken=True, anywhere=True, reads=lambda storage, _: (storage.ref,)
+        on_stream=True,
+        routed=True,
+        overtaken=True,
+        anywhere=True,
+        answers=(c.StorageInfo,),
+        reads=lambda storage, _: (storage.ref,),
     ),
-    c.Digest: Traits(on_stream=True, routed=True, overtaken=True, anywhere=True, reads=lambda digest, _: (digest.ref,)),
-    c.Count: Traits(),
-    c.Open: Traits(),
-    c.Usable: Traits(),
+    c.Digest: Traits(
+        on_stream=True,
+        routed=True,
+        overtaken=True,
+        anywhere=True,
+        answers=(c.Digested,),
+        reads=lambda digest, _: (digest.ref,),
+    ),
+    c.Count: Traits(answers=(c.Counts,)),
+    c.Open: Traits(answers=(c.Opened,)),
+    c.Usable: Traits(answers=(c.Unusable,)),
     c.Peer: Traits(),
     c.Lost: Traits(),
     c.Default: Traits(),
@@ -127,9 +146,9 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Wait: Traits(on_stream=True),
     c.Signal: Traits(),
     c.Await: Traits(on_stream=True),
-    c.Query: Traits(),
-    c.Elapsed: Traits(),
-    c.Join: Traits(),
+    c.Query: Traits(answers=(c.Answer,)),
+    c.Elapsed: Traits(answers=(c.Answer,)),
+    c.Join: Traits(answers=(c.Done,)),
     c.Collective: Traits(
         on_stream=True,
         routed=True,
@@ -143,7 +162,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Graph: Traits(),
     c.Replay: Traits(on_stream=True, routed=True),
     c.Discard: Traits(),
-    c.Engines: Traits(),
+    c.Engines: Traits(answers=(c.GraphEngines,)),
     c.Stop: Traits(),
 }
 
@@ -151,3 +170,14 @@ TRAITS: dict[type[c.Command], Traits] = {
 def kinds(trait: str) -> frozenset[type[c.Command]]:
     """Returns the commands that have a trait."""
     return frozenset(kind for kind, traits in TRAITS.items() if getattr(traits, trait))
+
+
+def without_stream(command: c.Command) -> c.Command:
+    """Returns the command itself, of one for a stream too."""
+    return command.command if isinstance(command, c.On) else command
+
+
+def request_of(command: c.Command) -> int:
+    """Returns the number of the request that a command answers; -1 for one that is not answered."""
+    asking = without_stream(command)
+    return asking.request if TRAITS[type(asking)].answers else -1  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ from ..process.spelling import did_you_mean
 from ..process.torch_threads import compute_as_told
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError, NodeLost, ProtocolError
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from .handles import Counted, Handle, Where
 from .values import pack, unpack
 from .waiting import Caller, Slot, check_timeout
@@ -226,7 +226,7 @@ class Calling:
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()
 
-    def _answer(self, timeout: float | timedelta | None) -> Answer:
+    def _answer(self, timeout: float | timedelta | None) -> ObjectAnswer:
         """Waits for the answer. The script is told by whose method, as that actor may be waited for by this one."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         check_timeout(seconds)
@@ -234,11 +234,11 @@ class Calling:
         if caller is None or seconds is not None or slot.answer is not None:
             answer = slot.wait(seconds)
         else:
-            caller.awaits(lambda of: ask.tell(s.Await(ask.number(), (of,), slot.request.call)))
+            caller.awaits(lambda of: ask.tell(s.AwaitAnswer(ask.number(), (of,), slot.request.call)))
             try:
                 answer = slot.wait()
             except BaseException:
-                caller.awaits(lambda of: ask.tell(s.Await(ask.number(), (of,))))
+                caller.awaits(lambda of: ask.tell(s.AwaitAnswer(ask.number(), (of,))))
                 raise
             finally:
                 caller.awaits(None)
@@ -264,7 +264,7 @@ class _Told(Slot):
         super().__init__(request)
         self._what, self._dropped, self.heard = what, False, False
 
-    def fill(self, answer: Answer) -> None:
+    def fill(self, answer: ObjectAnswer) -> None:
         super().fill(answer)
         if self._dropped:
             self._say()
@@ -343,7 +343,7 @@ def _serve(actor: actors.Actor, reach: Reach, place: where.Where | None) -> None
 
 
 def _do(
-    actor: actors.Actor, reach: Reach, place: where.Where | None, answer: Answer, handles: list[ActorHandle]
+    actor: actors.Actor, reach: Reach, place: where.Where | None, answer: ObjectAnswer, handles: list[ActorHandle]
 ) -> tuple[bool, Item]:
     """Does a call; returns whether it has raised, and what tells of it."""
     what = f"{actor.name}.{answer.why}()"

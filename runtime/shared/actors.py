@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from ..protocol import shared_objects as s
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from .objects import OVERHEAD, Object, Objects, Wait
 
 #: Who has the handles among arguments of calls that have not begun.
@@ -27,7 +27,7 @@ _CALLS = -2
 class Actor(Object):
     """An actor that nodes may call."""
 
-    asked = (s.Invoke, s.Serve, s.Await, s.Drop, s.Retire)
+    asked = (s.Invoke, s.Serve, s.AwaitAnswer, s.Drop, s.Retire)
 
     def __init__(self, all: Objects, number: int, node: int, name: str, living: weakref.ref[Any]) -> None:
         """``node``: the party that has it; ``living``: what keeps it there, as long as anybody has a handle."""
@@ -39,7 +39,9 @@ class Actor(Object):
         self._running: tuple[int, Wait] | None = None  #: the call that it has, and its number
         self._numbers = count()
         self._awaits: Wait | None = None  #: the request for whose answer its method waits
-        self._over: Callable[[int], Answer] | None = None  #: makes the answer to every call, once none is done any more
+        self._over: Callable[[int], ObjectAnswer] | None = (
+            None  #: makes the answer to every call, once none is done any more
+        )
 
     # ---- handles -----------------------------------------------------------------------------------------------------
 
@@ -65,24 +67,24 @@ class Actor(Object):
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         request, call = wait.request, wait.request.call
         if not isinstance(request, s.Invoke | s.Drop) and wait.party != self.node:
-            wait.answer(Answer(call, s.REFUSED, why=f"the actor {self.name} is not on node {wait.party}"))
+            wait.answer(ObjectAnswer(call, s.REFUSED, why=f"the actor {self.name} is not on node {wait.party}"))
             return
         match request:
             case s.Invoke():
                 self._invoke(wait, request)
             case s.Serve():
                 self._serve(wait, request)
-            case s.Await(pending=pending):
+            case s.AwaitAnswer(pending=pending):
                 self._awaits = None if pending is None else self.all.waiting_for(wait.party, pending)
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
                 self._break_circle()
             case s.Drop():
                 if self._handles[wait.party] > 0:  # what a node says is about its own
                     self.hand(wait.party, -1)
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
             case s.Retire():
-                wait.answer(Answer(call, s.OK))
-                self.end(partial(Answer, said=s.SHUT))
+                wait.answer(ObjectAnswer(call, s.OK))
+                self.end(partial(ObjectAnswer, said=s.SHUT))
 
     def _invoke(self, wait: Wait, request: s.Invoke) -> None:
         named = self._named(request)
@@ -90,9 +92,9 @@ class Actor(Object):
         if self._over is not None:
             wait.answer(self._over(request.call))
         elif len(named) != len(request.handles):
-            wait.answer(Answer(request.call, s.REFUSED, why=f"node {wait.party} has no such actor"))
+            wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"node {wait.party} has no such actor"))
         elif wait.size > s.MAX_ITEM + OVERHEAD:
-            wait.answer(Answer(request.call, s.REFUSED, why=f"its arguments have {wait.size} bytes"))
+            wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"its arguments have {wait.size} bytes"))
         elif self.all.hold(wait):
             for actor in named:
                 actor.hand(_CALLS)
@@ -104,11 +106,11 @@ class Actor(Object):
             ended, self._running = self._running[1], None
             self._awaits = None
             said = s.RAISED if request.raised else s.OK
-            self.all.finish(ended, Answer(ended.request.call, said, self.number, request.item))
+            self.all.finish(ended, ObjectAnswer(ended.request.call, said, self.number, request.item))
         if self._over is not None:
-            wait.answer(Answer(request.call, s.SHUT))
+            wait.answer(ObjectAnswer(request.call, s.SHUT))
         elif self._serving is not None or self._running is not None:
-            wait.answer(Answer(request.call, s.REFUSED, why=f"the actor {self.name} is served already"))
+            wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"the actor {self.name} is served already"))
         elif self.all.hold(wait):
             self._serving = wait
             self._give()
@@ -125,7 +127,7 @@ class Actor(Object):
             actor.hand(_CALLS, -1)
         self.all.finish(
             serving,
-            Answer(
+            ObjectAnswer(
                 serving.request.call, s.OK, self.number, request.item, number, why=request.method,
                 handles=request.handles,
             ),
@@ -144,25 +146,25 @@ class Actor(Object):
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def end(self, answer: Callable[[int], Answer]) -> None:
+    def end(self, answer: Callable[[int], ObjectAnswer]) -> None:
         """Has every call be answered so from now on, but for the one that is being done."""
         if self._over is None:
             self._over = answer
             for wait in list(self.waits):
                 self.all.finish(wait, answer(wait.request.call))
             if self._serving is not None:
-                self.all.finish(self._serving, Answer(self._serving.request.call, s.SHUT))
+                self.all.finish(self._serving, ObjectAnswer(self._serving.request.call, s.SHUT))
 
     def fail(self, item: Item) -> None:
         """Ends an actor whose ``__init__`` has raised what an item tells."""
-        self.end(lambda call: Answer(call, s.RAISED, self.number, item))
+        self.end(lambda call: ObjectAnswer(call, s.RAISED, self.number, item))
 
     def lost(self, rank: int, why: str) -> None:
         if rank == self.node:
             waiting, self._running = list(self.waiting()), None
-            self.end(lambda call: Answer(call, s.LOST, count=rank, why=why))
+            self.end(lambda call: ObjectAnswer(call, s.LOST, count=rank, why=why))
             for wait in waiting:  # the one that was being done, too
-                self.all.finish(wait, Answer(wait.request.call, s.LOST, count=rank, why=why))
+                self.all.finish(wait, ObjectAnswer(wait.request.call, s.LOST, count=rank, why=why))
 
     # ---- who waits for whom ------------------------------------------------------------------------------------------
 
@@ -181,5 +183,5 @@ class Actor(Object):
                     why = "a method of an actor waits for a call of the same actor, whose calls are done one at a time"
                 why += "; call self.method() there, or take the result after the method has returned"
                 mine: Any = self._awaits
-                self.all.finish(mine, Answer(mine.request.call, s.REFUSED, why=why))
+                self.all.finish(mine, ObjectAnswer(mine.request.call, s.REFUSED, why=why))
                 return

@@ -12,7 +12,7 @@ from ..node.own_bundle import own
 from ..process.signals import uninterrupted
 from ..protocol import shared_objects as s
 from ..protocol.errors import ChannelError, DisttensorError, ProtocolError
-from ..protocol.shared_objects import Answer
+from ..protocol.shared_objects import ObjectAnswer
 from ..transport.spoke import ZmqSpoke
 from .objects import SCRIPT, Objects
 from .waiting import Slot
@@ -23,7 +23,7 @@ _TOLD = 1 << 20
 _AROUND = 64
 
 
-def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
+def back(asked: s.Asking, taken: ObjectAnswer, call: int) -> s.Asking | None:
     """Returns the request that gives back what nobody is there to have; None where there is nothing."""
     match asked:
         case s.Take() if taken.said == s.OK and taken.item is not None:
@@ -34,9 +34,9 @@ def back(asked: s.Asking, taken: Answer, call: int) -> s.Asking | None:
             return s.Abort(call, asked.of, asked.who, "was interrupted", acting=asked.call)
         case s.Lease() if taken.said == s.OK:
             return s.Return(call, asked.of, asked.holder, lease=taken.count)
-        case s.Entry(do=s.POP | s.POP_LAST) if taken.said == s.OK and len(taken.keys) == 2:
+        case s.DictEntry(do=s.POP | s.POP_LAST) if taken.said == s.OK and len(taken.keys) == 2:
             shown, key = taken.keys  # where nobody has set it meanwhile
-            return s.Entry(call, asked.of, s.SET_DEFAULT, key, shown, taken.item)
+            return s.DictEntry(call, asked.of, s.SET_DEFAULT, key, shown, taken.item)
     return None
 
 
@@ -55,7 +55,7 @@ class Local:
     def number(self) -> int:
         return next(self.objects.numbers)
 
-    def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
+    def ask(self, request: s.Asking, timeout: float | None = None) -> ObjectAnswer:
         slot = Slot(request)
         try:
             self.objects.ask(SCRIPT, request, slot.fill)
@@ -63,7 +63,7 @@ class Local:
                 self._begin()
                 if slot.wait(timeout) is None:
                     self.objects.withdraw(SCRIPT, request.call)
-            answer: Answer = slot.wait()  # type: ignore[assignment]
+            answer: ObjectAnswer = slot.wait()  # type: ignore[assignment]
         except BaseException:
             self._abandon(slot)
             raise
@@ -124,7 +124,7 @@ class Client:
     def number(self) -> int:
         return next(self._numbers)
 
-    def ask(self, request: s.Asking, timeout: float | None = None) -> Answer:
+    def ask(self, request: s.Asking, timeout: float | None = None) -> ObjectAnswer:
         slot = Slot(request)
         try:
             self.begin(slot)
@@ -190,16 +190,16 @@ class Client:
                 print(f"disttensor: {self._ended}", file=sys.stderr)
             self._out.put(None)
             for slot in list(self._slots.values()):
-                self._fill(slot, Answer(0, s.ENDED))
+                self._fill(slot, ObjectAnswer(0, s.ENDED))
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: ObjectAnswer) -> None:
         slot = self._slots.pop(answer.call, None)
         if slot is None or self._fill(slot, answer):
             return
         if (put := back(slot.request, answer, self.number())) is not None:
             self._out.put(put)
 
-    def _fill(self, slot: Slot, answer: Answer) -> bool:
+    def _fill(self, slot: Slot, answer: ObjectAnswer) -> bool:
         """Gives an answer to who waits; returns False where nobody does any more."""
         with self._lock:
             if slot.answer is None and not slot.abandoned:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from ..protocol import shared_objects as s
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from .objects import OVERHEAD, Object, Objects, Wait
 
 
 class Channel(Object):
     """A channel: first in, first out."""
 
-    asked: ClassVar[tuple[type, ...]] = (s.Put, s.Take, s.Ask, s.Close)
+    asked: ClassVar[tuple[type, ...]] = (s.Put, s.Take, s.Inspect, s.Close)
 
     def __init__(self, all: Objects, number: int, maxsize: int = 0) -> None:
         super().__init__(all, number)
@@ -31,14 +31,14 @@ class Channel(Object):
     def ask(self, wait: Wait, found: Sequence[Channel]) -> None:
         call = wait.request.call
         match wait.request:
-            case s.Ask():
+            case s.Inspect():
                 wait.answer(self._state(call))
             case s.Close():
                 self.closed = True
                 if wait.request.immediate:
                     while self.items:
                         self._pop()
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
                 self.settle()
             case s.Put():
                 wait.size = wait.request.item.nbytes + OVERHEAD
@@ -49,21 +49,21 @@ class Channel(Object):
     def _put(self, wait: Wait, request: s.Put) -> None:
         call = request.call
         if wait.size > s.MAX_ITEM + OVERHEAD:
-            wait.answer(Answer(call, s.REFUSED, why=f"an item has {wait.size} bytes"))
+            wait.answer(ObjectAnswer(call, s.REFUSED, why=f"an item has {wait.size} bytes"))
         elif request.back and not self.all.room(wait.party, wait.size):
-            wait.answer(Answer(call, s.REFUSED, why=f"node {wait.party} has put too much back"))
+            wait.answer(ObjectAnswer(call, s.REFUSED, why=f"node {wait.party} has put too much back"))
         elif request.back:  # it has been in already: a channel that was closed meanwhile takes it, too
             self._push(wait, first=True)
-            wait.answer(Answer(call, s.OK))
+            wait.answer(ObjectAnswer(call, s.OK))
             self.settle()
         elif self.closed:
-            wait.answer(Answer(call, s.SHUT))
+            wait.answer(ObjectAnswer(call, s.SHUT))
         elif not self.putting and self._room(wait):
             self._push(wait)
-            wait.answer(Answer(call, s.OK))
+            wait.answer(ObjectAnswer(call, s.OK))
             self.settle()
         elif not request.wait:
-            wait.answer(Answer(call, s.FULL))
+            wait.answer(ObjectAnswer(call, s.FULL))
         elif not self.all.tell(wait, [self]) and self.all.hold(wait):
             self.putting.append(wait)
             self.settle()  # those before it may wait for what they have elsewhere, and there is room
@@ -81,14 +81,14 @@ class Channel(Object):
                 wait.answer(news)
                 return
         if all(channel.closed for channel in found):
-            wait.answer(Answer(request.call, s.SHUT))
+            wait.answer(ObjectAnswer(request.call, s.SHUT))
         elif not request.wait:
-            wait.answer(Answer(request.call, s.EMPTY))
+            wait.answer(ObjectAnswer(request.call, s.EMPTY))
         elif not self.all.tell(wait, found) and self.all.hold(wait):
             for channel in dict.fromkeys(found):
                 channel.taking.append(wait)
 
-    def news(self, call: int) -> Answer | None:
+    def news(self, call: int) -> ObjectAnswer | None:
         """Returns what somebody has to be told who finds no item, if there is something."""
         return None
 
@@ -111,10 +111,10 @@ class Channel(Object):
                 if wait.over:
                     continue
                 if self.closed:
-                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+                    self.all.finish(wait, ObjectAnswer(wait.request.call, s.SHUT))
                 elif self._room(wait):
                     self._push(wait)
-                    self.all.finish(wait, Answer(wait.request.call, s.OK))
+                    self.all.finish(wait, ObjectAnswer(wait.request.call, s.OK))
                     moved = True
             while self.taking and self.items:
                 wait = self.taking[0]
@@ -128,10 +128,10 @@ class Channel(Object):
         if self.closed and not self.items:
             for wait in list(self.taking):
                 if not wait.over and all(other.closed for other in self.all.of_kind(Channel, wait.request.of)):
-                    self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+                    self.all.finish(wait, ObjectAnswer(wait.request.call, s.SHUT))
 
-    def _state(self, call: int) -> Answer:
-        return Answer(call, s.OK, count=len(self.items), closed=self.closed)
+    def _state(self, call: int) -> ObjectAnswer:
+        return ObjectAnswer(call, s.OK, count=len(self.items), closed=self.closed)
 
     def _room(self, wait: Wait) -> bool:
         return not 0 < self.maxsize <= len(self.items) and self.all.room(wait.party, wait.size)
@@ -143,7 +143,7 @@ class Channel(Object):
 
     def _give(self, wait: Wait) -> None:
         """Gives the next item to who takes it."""
-        wait.answer(Answer(wait.request.call, s.OK, self.number, self._pop()))
+        wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, self._pop()))
 
     def _pop(self) -> Item:
         entry: tuple[Item, int, int] = self.items.popleft()

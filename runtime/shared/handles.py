@@ -17,7 +17,7 @@ from ..process import role
 from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError, NodeLost
-from ..protocol.shared_objects import Answer
+from ..protocol.shared_objects import ObjectAnswer
 from . import callers
 from .objects import Object, Objects
 from .values import unpack
@@ -210,11 +210,11 @@ class Handle:
             self._caller = caller_at(self._where)
         return self._caller
 
-    def _state(self) -> Answer:
+    def _state(self) -> ObjectAnswer:
         ask = self._asking()
-        return self._said(ask.ask(s.Ask(ask.number(), (self._number,))))
+        return self._said(ask.ask(s.Inspect(ask.number(), (self._number,))))
 
-    def _said(self, answer: Answer) -> Answer:
+    def _said(self, answer: ObjectAnswer) -> ObjectAnswer:
         return checked(answer, repr(self))
 
 
@@ -228,7 +228,7 @@ def forget_names() -> None:
     _told.clear()
 
 
-def checked(answer: Answer, what: str, referred: Callable[[list[Any]], Any] | None = None) -> Answer:
+def checked(answer: ObjectAnswer, what: str, referred: Callable[[list[Any]], Any] | None = None) -> ObjectAnswer:
     """Returns an answer that says OK. Raises what the others mean. ``referred``: as for ``unpack``."""
     match answer.said:
         case s.OK:

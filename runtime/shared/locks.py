@@ -7,7 +7,7 @@ from typing import Any
 
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
-from ..protocol.shared_objects import Answer
+from ..protocol.shared_objects import ObjectAnswer
 from .objects import SCRIPT, Object, Objects, Wait
 
 
@@ -19,7 +19,7 @@ def _named(who: str, party: int) -> str:
 class Lock(Object):
     """A lock: one has it, the others wait in order."""
 
-    asked = (s.Acquire, s.Release, s.Ask)
+    asked = (s.Acquire, s.Release, s.Inspect)
 
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
@@ -30,15 +30,17 @@ class Lock(Object):
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         call, party = wait.request.call, wait.party
         match wait.request:
-            case s.Ask():
-                wait.answer(Answer(call, s.OK, count=len(self.waits), closed=self.holder is not None))
+            case s.Inspect():
+                wait.answer(ObjectAnswer(call, s.OK, count=len(self.waits), closed=self.holder is not None))
             case s.Acquire(holder=holder) as request:
                 if self.holder is None:
                     self._give(wait)
                 elif not request.wait:
-                    wait.answer(Answer(call, s.EMPTY))
+                    wait.answer(ObjectAnswer(call, s.EMPTY))
                 elif request.forever and self.holder == (party, holder):
-                    wait.answer(Answer(call, s.REFUSED, why=f"{self.who} has it already, and would wait for itself"))
+                    wait.answer(
+                        ObjectAnswer(call, s.REFUSED, why=f"{self.who} has it already, and would wait for itself")
+                    )
                 elif self.all.hold(wait):
                     self.waits.append(wait)
             case s.Release(holder=holder) as request:
@@ -47,13 +49,13 @@ class Lock(Object):
                         self.abandoned = f"{self.who} ended with it"
                     elif not request.back:
                         self.abandoned = ""
-                    wait.answer(Answer(call, s.OK))
+                    wait.answer(ObjectAnswer(call, s.OK))
                     self._free()
                 elif request.ended or request.back:
-                    wait.answer(Answer(call, s.OK))
+                    wait.answer(ObjectAnswer(call, s.OK))
                 else:
                     why = f"{self.who} has it, and only that may release it" if self.holder else "nobody has it"
-                    wait.answer(Answer(call, s.REFUSED, why=why))
+                    wait.answer(ObjectAnswer(call, s.REFUSED, why=why))
 
     def gone(self, party: int) -> None:
         if self.holder is not None and self.holder[0] == party:
@@ -66,7 +68,7 @@ class Lock(Object):
     def _give(self, wait: Wait) -> None:
         request: s.Acquire = wait.request
         self.holder, self.who = (wait.party, request.holder), _named(request.who, wait.party)
-        wait.answer(Answer(request.call, s.OK, why=self.abandoned))
+        wait.answer(ObjectAnswer(request.call, s.OK, why=self.abandoned))
 
     def _free(self) -> None:
         self.holder, self.who = None, ""
@@ -79,7 +81,7 @@ class Lock(Object):
 class Barrier(Object):
     """A barrier: all wait until so many have come."""
 
-    asked = (s.Arrive, s.Passed, s.Abort, s.Reset, s.Ask)
+    asked = (s.Arrive, s.Passed, s.Abort, s.Reset, s.Inspect)
 
     def __init__(self, all: Objects, number: int, parties: int, acts: bool) -> None:
         """``acts``: the last one to come has something to do before all go on."""
@@ -103,12 +105,12 @@ class Barrier(Object):
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         call = wait.request.call
         match wait.request:
-            case s.Ask():
+            case s.Inspect():
                 count = len(self._come) + len(self._passing) + (self._acting is not None)
-                wait.answer(Answer(call, s.OK, count=count, closed=bool(self.broken)))
+                wait.answer(ObjectAnswer(call, s.OK, count=count, closed=bool(self.broken)))
             case s.Arrive():
                 if self.broken:
-                    wait.answer(Answer(call, s.BROKEN, why=self.broken))
+                    wait.answer(ObjectAnswer(call, s.BROKEN, why=self.broken))
                 elif len(self._come) < self.parties - 1 or self._acting is not None:
                     if self.all.hold(wait):
                         self._come.append(wait)
@@ -116,21 +118,21 @@ class Barrier(Object):
                     self._all_here(wait)
             case s.Passed():
                 if self._acting is None or self._acting.party != wait.party:
-                    wait.answer(Answer(call, s.BROKEN, why=self.broken or "it was emptied meanwhile"))
+                    wait.answer(ObjectAnswer(call, s.BROKEN, why=self.broken or "it was emptied meanwhile"))
                 else:
                     self._acting = None
-                    wait.answer(Answer(call, s.OK, count=len(self._passing)))
+                    wait.answer(ObjectAnswer(call, s.OK, count=len(self._passing)))
                     self._pass(self._passing)
             case s.Abort() as request:
                 acting = self._acting
                 it = None if acting is None else (acting.party, acting.request.call)
                 if request.acting is None or it == (wait.party, request.acting):
                     self._break(f"{_named(request.who, wait.party)} {printable(request.why)}")
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
             case s.Reset():
                 self._break("it was emptied while somebody waited")
                 self.broken = ""
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
 
     def in_vain(self, wait: Wait) -> int:
         """Breaks: one who leaves would be missing."""
@@ -154,15 +156,15 @@ class Barrier(Object):
         call = last.request.call
         if self.acts:
             self._acting, self._passing = last, come
-            last.answer(Answer(call, s.ACT, of=self.number, count=len(come)))
+            last.answer(ObjectAnswer(call, s.ACT, of=self.number, count=len(come)))
         else:
-            last.answer(Answer(call, s.OK, count=len(come)))
+            last.answer(ObjectAnswer(call, s.OK, count=len(come)))
             self._pass(come)
 
     def _pass(self, come: list[Wait]) -> None:
         self._passing = []
         for index, wait in enumerate(come):
-            self.all.finish(wait, Answer(wait.request.call, s.OK, count=index))
+            self.all.finish(wait, ObjectAnswer(wait.request.call, s.OK, count=index))
         while len(self._come) >= self.parties and self._acting is None:  # those of the next time, who came meanwhile
             self._next()
 
@@ -178,4 +180,4 @@ class Barrier(Object):
         self.broken = self.broken or why
         waiting, self._come, self._passing, self._acting = [*self._passing, *self._come], [], [], None
         for wait in waiting:
-            self.all.finish(wait, Answer(wait.request.call, s.BROKEN, why=why))
+            self.all.finish(wait, ObjectAnswer(wait.request.call, s.BROKEN, why=why))

@@ -1,7 +1,7 @@
 """The objects that the script's process holds for all, by number: who waits at them, and what nodes have there.
 
     script: Local    --\\
-    node:   Service  ----> Objects.ask(party, request, answer) ... answer(Answer), once, in any thread, under the lock
+    node:   Service  ----> Objects.ask(party, request, answer) ... answer(ObjectAnswer), once, in any thread, locked
                               \\--> Object.ask(wait, found): what its kind does (channels.py, ...)
 
 A kind of objects is a class of its own, messages that it understands (protocol/shared_objects.py), and a handle
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..process.signals import uninterrupted
 from ..protocol import shared_objects as s
-from ..protocol.shared_objects import Answer
+from ..protocol.shared_objects import ObjectAnswer
 
 #: The script, among parties that are nodes otherwise.
 SCRIPT = -1
@@ -35,7 +35,7 @@ class Wait:
 
     __slots__ = ("answer", "over", "party", "request", "size")
 
-    def __init__(self, party: int, request: Any, answer: Callable[[Answer], None], size: int = 0) -> None:
+    def __init__(self, party: int, request: Any, answer: Callable[[ObjectAnswer], None], size: int = 0) -> None:
         """``size``: the bytes that it has the script keep."""
         self.party, self.request, self.answer, self.size = party, request, answer, size
         self.over = False
@@ -91,7 +91,7 @@ class Object:
         if self.tells:
             waiting = list(self.waiting())
             for wait in waiting:
-                self.all.finish(wait, Answer(wait.request.call, s.LOST, count=rank, why=why))
+                self.all.finish(wait, ObjectAnswer(wait.request.call, s.LOST, count=rank, why=why))
             if all(wait.party != SCRIPT for wait in waiting):
                 self.told.append((rank, why))
 
@@ -142,17 +142,17 @@ class Objects:
         return isinstance(found, kind) and found.shared
 
     @uninterrupted
-    def ask(self, party: int, request: s.Asking, answer: Callable[[Answer], None]) -> None:
+    def ask(self, party: int, request: s.Asking, answer: Callable[[ObjectAnswer], None]) -> None:
         """Answers a request, now or when it can be."""
         with self._lock:
             found = [x for x in map(self._objects.get, request.of) if x is not None]
             if self._ended:
-                answer(Answer(request.call, s.ENDED, why=self._ended))
+                answer(ObjectAnswer(request.call, s.ENDED, why=self._ended))
             elif len(found) != len(request.of) or not (party == SCRIPT or all(x.shared for x in found)):
-                answer(Answer(request.call, s.REFUSED, why=f"node {party} has no such object"))
+                answer(ObjectAnswer(request.call, s.REFUSED, why=f"node {party} has no such object"))
             elif not all(isinstance(request, x.asked) for x in found):
                 why = f"a {type(found[0]).__name__} has no {type(request).__name__}"
-                answer(Answer(request.call, s.REFUSED, why=why))
+                answer(ObjectAnswer(request.call, s.REFUSED, why=why))
             else:
                 found[0].ask(Wait(party, request, answer), found)
 
@@ -162,7 +162,7 @@ class Objects:
         with self._lock:
             wait = self._waits.get((party, call))
             if wait is not None:
-                self.finish(wait, Answer(call, self._objects[wait.request.of[0]].in_vain(wait)))
+                self.finish(wait, ObjectAnswer(call, self._objects[wait.request.of[0]].in_vain(wait)))
 
     @uninterrupted
     def lost(self, rank: int, why: str) -> None:
@@ -178,7 +178,7 @@ class Objects:
         with self._lock:
             self._ended = why
             for wait in list(self._waits.values()):
-                self.finish(wait, Answer(wait.request.call, s.ENDED, why=why))
+                self.finish(wait, ObjectAnswer(wait.request.call, s.ENDED, why=why))
             self._objects.clear()
 
     def forked(self) -> None:
@@ -201,7 +201,7 @@ class Objects:
         many = wait.party != SCRIPT and (count >= MAX_REQUESTS or (size and size + wait.size > MAX_WAITING))
         if many or key in self._waits:
             why = f"{count} requests of {size} bytes of node {wait.party} wait already; take items out before"
-            wait.answer(Answer(wait.request.call, s.REFUSED, why=why))
+            wait.answer(ObjectAnswer(wait.request.call, s.REFUSED, why=why))
             return False
         self._waits[key] = wait
         self._waiting[wait.party] = count + 1, size + wait.size
@@ -211,7 +211,7 @@ class Objects:
         """Returns a request that has no answer yet; None for others."""
         return self._waits.get((party, call))
 
-    def finish(self, wait: Wait, answer: Answer | None) -> None:
+    def finish(self, wait: Wait, answer: ObjectAnswer | None) -> None:
         """Ends a wait, with an answer if somebody is there to have one. Does nothing to one that is over."""
         if wait.over:
             return
@@ -232,7 +232,7 @@ class Objects:
             for x in found:
                 if x.told:
                     rank, why = x.told.popleft()
-                    wait.answer(Answer(wait.request.call, s.LOST, count=rank, why=why))
+                    wait.answer(ObjectAnswer(wait.request.call, s.LOST, count=rank, why=why))
                     return True
         return False
 

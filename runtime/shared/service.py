@@ -40,7 +40,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.joining = s.Joining()
-        self.answers: deque[s.Answer] = deque()  #: not sent yet
+        self.answers: deque[s.ObjectAnswer] = deque()  #: not sent yet
         self.pieces: deque[bytes] = deque()  #: of the answer that is being sent
         self.unread = 0
 
@@ -137,7 +137,7 @@ class Service:
                 if len(peer.answers) >= MAX_UNREAD:
                     raise ProtocolError(f"it has not read {len(peer.answers)} answers")
 
-                def answer(said: s.Answer) -> None:
+                def answer(said: s.ObjectAnswer) -> None:
                     peer.answers.append(said)
                     self._ready.append(rank)
                     if threading.get_ident() != self._thread.ident and not self._closed:

@@ -11,7 +11,7 @@ import numpy as np
 from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from . import tables
 from .handles import Handle
 from .values import decode_plain, encode_plain, pack, unpack
@@ -133,14 +133,14 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
 
     def _of(
         self, do: int, key: Any = None, item: Item | None = None, version: int = 0, timeout: float | None = None
-    ) -> Answer:
+    ) -> ObjectAnswer:
         ask = self._asking()
         same, shown = _key(key) if do not in (s.POP_LAST, s.CLEAR) else (b"", b"")
-        request = s.Entry(ask.number(), (self._number,), do, same, shown, item, version)
+        request = s.DictEntry(ask.number(), (self._number,), do, same, shown, item, version)
         answer = ask.ask(request, timeout)
         return answer if answer.said in (s.EMPTY, s.FULL) else self._said(answer)
 
-    def _value(self, answer: Answer, key: Any) -> Any:
+    def _value(self, answer: ObjectAnswer, key: Any) -> Any:
         if answer.item is None:
             raise KeyError(key)
         return unpack(answer.item, self._referred)
@@ -149,7 +149,7 @@ class SharedDict(Handle, MutableMapping[Any, Any]):
         after, over = 0, False
         while not over:
             ask = self._asking()
-            page = self._said(ask.ask(s.Page(ask.number(), (self._number,), after, values)))
+            page = self._said(ask.ask(s.KeysPage(ask.number(), (self._number,), after, values)))
             after, over = page.count, page.closed
             if values and len(page.items) != len(page.keys):
                 raise DisttensorError("a page of keys came without their values")

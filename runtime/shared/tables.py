@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from ..protocol import shared_objects as s
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from .objects import OVERHEAD, Object, Objects, Wait
 
 #: The bytes of keys and values after which a page ends.
@@ -29,7 +29,7 @@ class _Entry:
 class Table(Object):
     """A dictionary."""
 
-    asked = (s.Ask, s.Entry, s.Page)
+    asked = (s.Inspect, s.DictEntry, s.KeysPage)
 
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
@@ -39,14 +39,14 @@ class Table(Object):
 
     def ask(self, wait: Wait, found: Sequence[Any]) -> None:
         match wait.request:
-            case s.Ask(call=call):
-                wait.answer(Answer(call, s.OK, count=len(self._entries), left=self._nbytes))
-            case s.Page() as request:
+            case s.Inspect(call=call):
+                wait.answer(ObjectAnswer(call, s.OK, count=len(self._entries), left=self._nbytes))
+            case s.KeysPage() as request:
                 self._page(wait, request)
-            case s.Entry() as request:
+            case s.DictEntry() as request:
                 self._entry(wait, request)
 
-    def _entry(self, wait: Wait, request: s.Entry) -> None:
+    def _entry(self, wait: Wait, request: s.DictEntry) -> None:
         call, entry = request.call, self._entries.get(request.key)
         match request.do:
             case s.SET:
@@ -59,13 +59,13 @@ class Table(Object):
                 else:  # with what is there now, so that nobody has to ask for it
                     self._tell(wait, entry, s.FULL)
             case s.HAS:
-                wait.answer(Answer(call, s.OK if entry is not None else s.EMPTY))
+                wait.answer(ObjectAnswer(call, s.OK if entry is not None else s.EMPTY))
             case s.POP if entry is not None:
                 self._pop(wait, request.key)
             case s.POP_LAST if self._entries:
                 self._pop(wait, next(reversed(self._entries)))
             case s.CLEAR:
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
                 for key in list(self._entries):
                     self._drop(key)
             case s.WAIT if entry is None:
@@ -76,19 +76,19 @@ class Table(Object):
 
     def _tell(self, wait: Wait, entry: _Entry | None, said: int) -> None:
         item, version = (entry.item, entry.version) if entry is not None else (None, 0)
-        wait.answer(Answer(wait.request.call, said, self.number, item, version))
+        wait.answer(ObjectAnswer(wait.request.call, said, self.number, item, version))
 
-    def _set(self, wait: Wait, request: s.Entry) -> None:
+    def _set(self, wait: Wait, request: s.DictEntry) -> None:
         call, party, entry, item = request.call, wait.party, self._entries.get(request.key), request.item
         size = len(request.key) + len(request.shown) + OVERHEAD + (item.nbytes if item is not None else 0)
         mine = entry.size if entry is not None and entry.party == party else 0
         if item is None or item.nbytes > s.MAX_ITEM:
             why = "there is no value" if item is None else f"a value has {item.nbytes} bytes"
-            wait.answer(Answer(call, s.REFUSED, why=why))
+            wait.answer(ObjectAnswer(call, s.REFUSED, why=why))
             return
         if not self.all.room(party, size - mine):
             why = f"node {party} has {self.all.held(party)} bytes in what the script holds for all, and this has {size}"
-            wait.answer(Answer(call, s.REFUSED, why=f"{why}; take something out before"))
+            wait.answer(ObjectAnswer(call, s.REFUSED, why=f"{why}; take something out before"))
             return
         if entry is None:
             entry = self._entries[request.key] = _Entry(next(self._numbers), request.shown)
@@ -96,16 +96,16 @@ class Table(Object):
         entry.item, entry.party, entry.size, entry.version = item, party, size, next(self._numbers)
         self._nbytes += size - before[1]
         self.all.keep(party, size)
-        wait.answer(Answer(call, s.OK, count=entry.version))
+        wait.answer(ObjectAnswer(call, s.OK, count=entry.version))
         for other in [each for each in self.waits if each.request.key == request.key]:
-            self.all.finish(other, Answer(other.request.call, s.OK, self.number, item, entry.version))
+            self.all.finish(other, ObjectAnswer(other.request.call, s.OK, self.number, item, entry.version))
         if before[1]:
             self.all.let_go(*before, self)
 
     def _pop(self, wait: Wait, key: bytes) -> None:
         entry = self._entries[key]
         keys = entry.shown, key  # with which who is interrupted puts it back
-        wait.answer(Answer(wait.request.call, s.OK, self.number, entry.item, entry.version, keys=keys))
+        wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, entry.item, entry.version, keys=keys))
         self._drop(key)
 
     def _drop(self, key: bytes) -> None:
@@ -113,7 +113,7 @@ class Table(Object):
         self._nbytes -= entry.size
         self.all.let_go(entry.party, entry.size, self)
 
-    def _page(self, wait: Wait, request: s.Page) -> None:
+    def _page(self, wait: Wait, request: s.KeysPage) -> None:
         keys, items, size, last = list[bytes](), list[Item](), 0, request.after
         for entry in self._entries.values():
             if entry.at <= request.after:
@@ -125,4 +125,6 @@ class Table(Object):
             if request.values:
                 items.append(entry.item)
             last = entry.at
-        wait.answer(Answer(request.call, s.OK, count=last, closed=size <= PAGE, keys=tuple(keys), items=tuple(items)))
+        wait.answer(
+            ObjectAnswer(request.call, s.OK, count=last, closed=size <= PAGE, keys=tuple(keys), items=tuple(items))
+        )

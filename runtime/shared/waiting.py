@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 from ..process.spelling import shown
-from ..protocol.shared_objects import Answer, Asking
+from ..protocol.shared_objects import Asking, ObjectAnswer
 
 #: Seconds between two looks of a thread for its interrupt: one that is not the main thread gets it between two of the
 #: interpreter's instructions, and none runs while it waits.
@@ -23,15 +23,15 @@ class Slot:
         self.request = request
         self._come = threading.Lock()
         self._come.acquire()
-        self.answer: Answer | None = None
+        self.answer: ObjectAnswer | None = None
         self.abandoned = False
 
-    def fill(self, answer: Answer) -> None:
+    def fill(self, answer: ObjectAnswer) -> None:
         """Puts the answer in."""
         self.answer = answer
         self._come.release()
 
-    def wait(self, timeout: float | None = None, own_thread: bool = False) -> Answer | None:
+    def wait(self, timeout: float | None = None, own_thread: bool = False) -> ObjectAnswer | None:
         """Returns the answer, or None after ``timeout`` seconds. Interruptible in every thread, except in one of
         disttensor's ``own``, which nobody interrupts."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -58,7 +58,7 @@ class Caller(Protocol):
     def number(self) -> int:
         """Returns a number for a request."""
 
-    def ask(self, request: Asking, timeout: float | None = None) -> Answer:
+    def ask(self, request: Asking, timeout: float | None = None) -> ObjectAnswer:
         """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
         back what it has taken."""
 

@@ -13,7 +13,7 @@ from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
 from ..protocol.errors import CancelledError, DisttensorError
-from ..protocol.shared_objects import Answer
+from ..protocol.shared_objects import ObjectAnswer
 from . import work_queues
 from .channel_handles import Channel, Queue
 from .ends import WORDS, tell_end, who
@@ -101,7 +101,7 @@ class WorkQueue(Queue):
         ValueError for what is no item, which leave it leased, and ShutDown for a result after ``answers.close()``."""
         packed = None if result is _NONE else pack(result, self._refers)
         ask, holder = self._asking(), holders.current()
-        answer = ask.ask(s.Done(ask.number(), (self._number,), holder.number, packed))
+        answer = ask.ask(s.TaskDone(ask.number(), (self._number,), holder.number, packed))
         if answer.said == s.EMPTY:
             raise ValueError(f"{self!r}: task_done() called too many times; {who(holder)} has no item of it")
         self._said(answer)
@@ -113,7 +113,7 @@ class WorkQueue(Queue):
         item that was given up, once for each; NodeLost, once, if a node is lost and none is left that has done any."""
         check_timeout(timeout)
         ask = self._asking()
-        answer = ask.ask(s.Join(ask.number(), (self._number,)), timeout)
+        answer = ask.ask(s.JoinQueue(ask.number(), (self._number,)), timeout)
         if answer.said == s.EMPTY:
             raise TimeoutError(f"{self!r}: not all was done within {timeout} s")
         self._said(answer)
@@ -123,7 +123,7 @@ class WorkQueue(Queue):
         """The number of items that are not done: those that are in, and those that are leased."""
         return self._state().left
 
-    def _said(self, answer: Answer) -> Answer:
+    def _said(self, answer: ObjectAnswer) -> ObjectAnswer:
         return checked(answer, repr(self), partial(self._found, answer.trusted))
 
     def _refers(self, value: Any) -> list[Any] | None:

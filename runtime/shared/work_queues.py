@@ -1,6 +1,6 @@
 """Queues of work as objects that are shared: items that are leased until they are done, and what has come out of them.
 
-    put --> items --Lease--> a holder's, until  Done   --> its result is among the answers
+    put --> items --Lease--> a holder's, until TaskDone --> its result is among the answers
               ^--------------------------------  Return, its end, its node's loss: another one's try; or the last one
 
 A queue that is closed closes its answers, once nothing of it is left.
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
-from ..protocol.shared_objects import Answer, Item
+from ..protocol.shared_objects import Item, ObjectAnswer
 from .channels import Channel
 from .objects import OVERHEAD, SCRIPT, Objects, Wait
 
@@ -38,7 +38,7 @@ class Answers(Channel):
         super().__init__(all, number)
         self.work: WorkQueue | None = None
 
-    def news(self, call: int) -> Answer | None:
+    def news(self, call: int) -> ObjectAnswer | None:
         return self.work.dropped(call) if self.work is not None else None
 
     def lost(self, rank: int, why: str) -> None:
@@ -49,7 +49,7 @@ class Answers(Channel):
 class WorkQueue(Channel):
     """A queue of work."""
 
-    asked = (s.Put, s.Ask, s.Close, s.Lease, s.Done, s.Return, s.Join)
+    asked = (s.Put, s.Inspect, s.Close, s.Lease, s.TaskDone, s.Return, s.JoinQueue)
 
     def __init__(self, all: Objects, number: int, maxsize: int, tries: int, answers: int) -> None:
         """``tries``: after how many an item is given up; ``answers``: the number of that channel."""
@@ -80,15 +80,15 @@ class WorkQueue(Channel):
                     self._give(wait)
                     self.settle()
                 elif self._over:
-                    wait.answer(Answer(call, s.SHUT))
+                    wait.answer(ObjectAnswer(call, s.SHUT))
                 elif not request.wait:
-                    wait.answer(Answer(call, s.EMPTY))
+                    wait.answer(ObjectAnswer(call, s.EMPTY))
                 elif not self.all.tell(wait, [self]) and self.all.hold(wait):
                     self.taking.append(wait)
-            case s.Done(holder=holder) as request:
+            case s.TaskDone(holder=holder) as request:
                 wait.size = request.item.nbytes + OVERHEAD if request.item is not None else 0
                 if wait.size > s.MAX_ITEM + OVERHEAD:
-                    wait.answer(Answer(call, s.REFUSED, why=f"a result has {wait.size} bytes"))
+                    wait.answer(ObjectAnswer(call, s.REFUSED, why=f"a result has {wait.size} bytes"))
                 elif self._finish(wait):
                     self.settle()  # what was done takes no room any more
                 elif self.all.hold(wait):
@@ -96,16 +96,16 @@ class WorkQueue(Channel):
             case s.Return(holder=holder) as request:
                 if (party, holder) in self._leases:
                     self._back(party, holder, request.lease, request.why if request.counted else "", -1)
-                wait.answer(Answer(call, s.OK))
+                wait.answer(ObjectAnswer(call, s.OK))
                 self.settle()
-            case s.Join():
+            case s.JoinQueue():
                 if self._unfinished:
                     if not self.all.tell(wait, [self]) and self.all.hold(wait):
                         self._joining.append(wait)
                 else:
-                    wait.answer(self.dropped(call) or Answer(call, s.OK))
+                    wait.answer(self.dropped(call) or ObjectAnswer(call, s.OK))
             case s.Put(back=True):
-                wait.answer(Answer(call, s.REFUSED, why="what is put back into it was leased"))
+                wait.answer(ObjectAnswer(call, s.REFUSED, why="what is put back into it was leased"))
             case _:
                 super().ask(wait, found)
 
@@ -120,7 +120,7 @@ class WorkQueue(Channel):
                 queue.remove(wait)
 
     def in_vain(self, wait: Wait) -> int:
-        return s.FULL if isinstance(wait.request, s.Put | s.Done) else s.EMPTY
+        return s.FULL if isinstance(wait.request, s.Put | s.TaskDone) else s.EMPTY
 
     def gone(self, party: int) -> None:
         self._workers.discard(party)
@@ -142,14 +142,14 @@ class WorkQueue(Channel):
         if self.misses(rank):
             super().lost(rank, why)
 
-    def dropped(self, call: int) -> Answer | None:
+    def dropped(self, call: int) -> ObjectAnswer | None:
         """Returns what says that an item was given up, if one was and nobody has been told."""
         if not self._given_up:
             return None
         task = self._given_up.popleft()
         why = f"item {task.number} was tried {len(task.ends)} times, and is given up: {'; '.join(task.ends)}"
         trusted = task.party == SCRIPT
-        return Answer(call, s.DROPPED, self.number, task.item, task.rank, why=why, trusted=trusted)
+        return ObjectAnswer(call, s.DROPPED, self.number, task.item, task.rank, why=why, trusted=trusted)
 
     # ---- what is done ------------------------------------------------------------------------------------------------
 
@@ -158,9 +158,9 @@ class WorkQueue(Channel):
         """True when there will be no item any more: what is leased may come back."""
         return self.closed and not self.items and not self._leases
 
-    def _state(self, call: int) -> Answer:
+    def _state(self, call: int) -> ObjectAnswer:
         count, left = len(self.items), self._unfinished
-        return Answer(call, s.OK, self.answers.number, count=count, closed=self.closed, left=left)
+        return ObjectAnswer(call, s.OK, self.answers.number, count=count, closed=self.closed, left=left)
 
     def _push(self, wait: Wait, first: bool = False) -> None:
         self.items.append(Task(next(self._numbers), wait.request.item, wait.party, wait.size))
@@ -176,7 +176,7 @@ class WorkQueue(Channel):
                 x.told = deque(told for told in x.told if told[0] in self._makers)
         self._leases.setdefault((wait.party, request.holder), (printable(request.who), deque()))[1].append(task)
         trusted = task.party == SCRIPT
-        wait.answer(Answer(request.call, s.OK, self.number, task.item, task.number, trusted=trusted))
+        wait.answer(ObjectAnswer(request.call, s.OK, self.number, task.item, task.number, trusted=trusted))
 
     def _pop(self) -> Item:
         task = self.items.popleft()
@@ -193,7 +193,7 @@ class WorkQueue(Channel):
         if wait in self._finishing:
             self.all.finish(wait, None)
         if not has:
-            wait.answer(Answer(call, s.EMPTY))
+            wait.answer(ObjectAnswer(call, s.EMPTY))
             return True
         leased = self._leases[key][1]
         task = leased.popleft()
@@ -201,7 +201,7 @@ class WorkQueue(Channel):
             del self._leases[key]
         if item is not None and not shut:
             self.answers._push(wait)
-        wait.answer(Answer(call, s.SHUT if item is not None and shut else s.OK, left=len(leased)))
+        wait.answer(ObjectAnswer(call, s.SHUT if item is not None and shut else s.OK, left=len(leased)))
         self.answers.settle()
         self._finished(task)
         return True
@@ -239,14 +239,14 @@ class WorkQueue(Channel):
         """Tells what was given up, and that all is done, to those who wait for it."""
         if self._over:
             for wait in list(self.taking):
-                self.all.finish(wait, Answer(wait.request.call, s.SHUT))
+                self.all.finish(wait, ObjectAnswer(wait.request.call, s.SHUT))
         for waiting in (self.answers.taking, self._joining):
             while self._given_up and waiting and (waiting is not self._joining or not self._unfinished):
                 wait = waiting[0]
                 self.all.finish(wait, self.dropped(wait.request.call))
         if not self._unfinished:
             while self._joining:
-                self.all.finish(self._joining[0], Answer(self._joining[0].request.call, s.OK))
+                self.all.finish(self._joining[0], ObjectAnswer(self._joining[0].request.call, s.OK))
             if self.closed and not self.answers.closed:
                 self.answers.closed = True
                 self.answers.settle()

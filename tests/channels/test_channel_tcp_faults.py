@@ -30,7 +30,7 @@ from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.tcp import dial
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import CARRIED, DATA, NACK, POISON, SIZE, WORD, Frame, Opener, Sealer
-from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, VERDICT, WELCOME, Hello, Secrets, answer, call
+from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, VERDICT, WELCOME, PeerHello, Secrets, answer, call
 from disttensor.runtime.channel.tcp.inbound import Inbound
 from disttensor.runtime.channel.tcp.peer import Limits
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, CHUNK, CIPHER, ENCRYPT, Sealed, agreed, is_local
@@ -312,7 +312,7 @@ class Acceptor:
         return piece
 
     def sendall(self, data: bytes) -> None:
-        hello = Hello.parse(data)
+        hello = PeerHello.parse(data)
         assert hello is not None
         secrets = answer(hello, self.nonce, "job", 1, KEY)
         assert secrets is not None

@@ -23,6 +23,7 @@ from output_kit import unfolded
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.data import distribute
 
 
 @contextmanager
@@ -133,6 +134,30 @@ def test_a_node_without_memory_names_the_lines_that_have_it(where: str) -> None:
         del again
         dt.synchronize()
         assert torch.node.memory_stats(1)["num_ooms"] == 1  # type: ignore[attr-defined]
+
+
+def large(samples: list[int]) -> torch.Tensor:
+    return torch.ones(16 << 20)
+
+
+def read_there() -> list[torch.Tensor]:
+    return list(distribute(range(1), 1, batch_size=1, collate_fn=large, at="node"))
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("cluster")
+def test_a_node_without_memory_names_the_line_of_a_function_whose_tensors_it_has() -> None:
+    """A batch that the node has read is what a function of ours has returned there; the script has dropped it."""
+    with aftermath(0, 1):
+        kept = read_there()
+        has = int(Path(f"/proc/{pid_of(1)}/statm").read_text().split()[0]) * resource.getpagesize()
+        with limited(resource.RLIMIT_AS, has + (256 << 20), pid_of(1)):
+            too_much = joined(kept.pop())
+            with pytest.raises(RuntimeError, match="tried to allocate 536870912 bytes") as caught:
+                too_much.sum().item()
+            (line,) = held(caught.value.__notes__[1])
+            assert line.endswith(f"64.00 MiB  {line_of(read_there)}: float32 (16777216,)")
+        del caught, too_much
 
 
 def on_node_1(x: torch.Tensor) -> float:

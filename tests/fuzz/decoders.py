@@ -49,7 +49,7 @@ from disttensor.runtime.channel.tcp import handshake
 from disttensor.runtime.channel.tcp.dial import split_address
 from disttensor.runtime.channel.tcp.frames import BYE, DATA, SIZE, Frame, Opener, Sealer, nbytes_of
 from disttensor.runtime.channel.tcp.kept import Connection, Kept
-from disttensor.runtime.channel.tcp.reader import Reader, Receive, ReceiveTicket
+from disttensor.runtime.channel.tcp.reader import PeerReader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
 from disttensor.runtime.endpoints import frames as endpoint_frames
 from disttensor.runtime.host import affinity, mpi_env, slurm_env
@@ -333,7 +333,7 @@ def _connection(mode: int, shield: Callable[[], Shield | None], data: bytes) -> 
         theirs.send(Sealer(_KEY).seal(Frame(kind, transfer, dtype, numel, nbytes), extra, received) + rest)
         theirs.shutdown(socket.SHUT_WR)
         peer = _Reading()
-        reader = Reader(peer, SimpleNamespace(sock=mine), _KEY, mode, shield())  # type: ignore[arg-type]
+        reader = PeerReader(peer, SimpleNamespace(sock=mine), _KEY, mode, shield())  # type: ignore[arg-type]
         try:
             while True:
                 reader._step_or_fail(patient=True)
@@ -347,7 +347,7 @@ def _sealed(frame: Frame) -> bytes:
 
 
 def _greeting(data: bytes) -> None:
-    hello = handshake.Hello.parse(data[: handshake.HELLO].ljust(handshake.HELLO, b"\0"))
+    hello = handshake.PeerHello.parse(data[: handshake.HELLO].ljust(handshake.HELLO, b"\0"))
     assert hello is None or handshake.answer(hello, bytes(32), "job", 0, _KEY) is None
 
 
@@ -378,12 +378,12 @@ def _segment(data: bytes) -> None:
 
 def _endpoint(data: bytes) -> None:
     """What another program sends to an endpoint."""
-    reader = endpoint_frames.Reader()
+    reader = endpoint_frames.MessageReader()
     while data:
         room = reader.room()[: len(data)]
         room[:], data = data[: len(room)], data[len(room) :]
         come = reader.took(len(room))
-        if come is not None and isinstance(come.said, endpoint_frames.Value):
+        if come is not None and isinstance(come.said, endpoint_frames.EndpointValue):
             endpoint_frames.unpack(come)
 
 
@@ -413,21 +413,21 @@ _ITEMS = packed(
 _REQUESTS: dict[Any, list[Any]] = {
     shared_objects.Put: [shared_objects.Put(1, (0,), shared_values.pack(1))],
     shared_objects.Lease: [shared_objects.Lease(1, (0,), 2, "f()")],
-    shared_objects.Done: [shared_objects.Done(1, (0,), 2, shared_values.pack("x"))],
+    shared_objects.TaskDone: [shared_objects.TaskDone(1, (0,), 2, shared_values.pack("x"))],
     shared_objects.Return: [shared_objects.Return(1, (0,), 2, 3, True, "raised ValueError")],
-    shared_objects.Entry: [shared_objects.Entry(1, (0,), do, b"k", b"k") for do in range(9)],
-    shared_objects.Page: [shared_objects.Page(1, (0,), 2, True)],
+    shared_objects.DictEntry: [shared_objects.DictEntry(1, (0,), do, b"k", b"k") for do in range(9)],
+    shared_objects.KeysPage: [shared_objects.KeysPage(1, (0,), 2, True)],
     shared_objects.Invoke: [shared_objects.Invoke(1, (0,), "step", shared_values.pack(((1,), {})), (2, 2))],
     shared_objects.Serve: [shared_objects.Serve(1, (0,), 2, shared_values.pack("x"), True)],
-    shared_objects.Await: [shared_objects.Await(1, (0,), 2)],
+    shared_objects.AwaitAnswer: [shared_objects.AwaitAnswer(1, (0,), 2)],
 }
 
 #: Answers with items, for the same reason.
 _ANSWERS = [
-    shared_objects.Answer(1, 2),
-    shared_objects.Answer(1, 2, 3, shared_values.pack(1), 4, True, "it is closed", 5, True),
-    shared_objects.Answer(1, 2, keys=(b"k",), items=(shared_values.pack("x"),)),
-    shared_objects.Answer(1, 0, 0, shared_values.pack(((1,), {})), 3, why="step", handles=(2, 2)),
+    shared_objects.ObjectAnswer(1, 2),
+    shared_objects.ObjectAnswer(1, 2, 3, shared_values.pack(1), 4, True, "it is closed", 5, True),
+    shared_objects.ObjectAnswer(1, 2, keys=(b"k",), items=(shared_values.pack("x"),)),
+    shared_objects.ObjectAnswer(1, 0, 0, shared_values.pack(((1,), {})), 3, why="step", handles=(2, 2)),
 ]
 
 #: What makes a value of an item that was decoded as part of an answer.
@@ -650,7 +650,11 @@ DECODERS: tuple[Decoder, ...] = (
         packed(c.Batch, *_BATCHES),
         _batch,
         (ProtocolError,),
-        covers=("runtime/protocol/codec.py:", "runtime/protocol/codec.py:_decode"),
+        covers=(
+            "runtime/protocol/codec.py:",
+            "runtime/protocol/framing.py:Decoder.__init__",
+            "runtime/protocol/framing.py:Decoder.decode",
+        ),
         examples=150,
     ),
     Decoder(
@@ -660,7 +664,6 @@ DECODERS: tuple[Decoder, ...] = (
         (ProtocolError,),
         covers=(
             "runtime/protocol/side.py:",
-            "runtime/protocol/side.py:decode",
             "runtime/node/side_channel.py:SideChannel._hear",
         ),
     ),
@@ -669,17 +672,13 @@ DECODERS: tuple[Decoder, ...] = (
         st.one_of(packed(kind, *_REQUESTS.get(kind, ())) for kind in get_args(shared_objects.Request)),
         shared_objects.decode_request,
         (ProtocolError,),
-        covers=(
-            "runtime/protocol/shared_objects.py:",
-            "runtime/protocol/shared_objects.py:decode_request",
-        ),
+        covers=("runtime/protocol/shared_objects.py:",),
     ),
     Decoder(
         "answer of what is shared",
-        packed(shared_objects.Answer, *_ANSWERS),
+        packed(shared_objects.ObjectAnswer, *_ANSWERS),
         shared_objects.decode_answer,
         (ProtocolError,),
-        covers=("runtime/protocol/shared_objects.py:decode_answer",),
     ),
     Decoder(
         "pieces of what is shared",
@@ -742,7 +741,7 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/launch/tree/framed.py:FramedSocket.__init__",
             "runtime/launch/tree/framed.py:FramedSocket._decode",
-            "runtime/launch/tree/framed.py:FramedSocket.hear",
+            "runtime/protocol/framing.py:length",
         ),
         examples=80,
     ),
@@ -767,7 +766,6 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/endpoints/frames.py:",
             "runtime/endpoints/frames.py:decode_head",
-            "runtime/endpoints/frames.py:Reader._messages",
             "runtime/endpoints/wires.py:Wires._come",
         ),
     ),
@@ -803,7 +801,7 @@ DECODERS: tuple[Decoder, ...] = (
         "handshake's hello",
         st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt3" + it),
         _greeting,
-        covers=("runtime/channel/tcp/handshake.py:Hello.parse",),
+        covers=("runtime/channel/tcp/handshake.py:PeerHello.parse",),
     ),
     Decoder(
         "handshake's verdict",
@@ -972,7 +970,6 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/child.py:main": _OWN,
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
-    "runtime/protocol/shared_objects.py:encode_request": _OWN,
     "runtime/node/warned.py:telling.tell": "what was encoded just before, so that any text can be sent",
     "runtime/process/page.py:Page.began": _PAGE,
     "runtime/process/page.py:Page.beside": _PAGE,

@@ -80,7 +80,8 @@ DECODES = {
 def uses(file: Source) -> Iterator[str]:
     """Functions of a module that decode. Text of bytes with ``errors=`` can't go wrong, and does not count."""
     for node in file.nodes(ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        called = node.func.value if isinstance(node.func, ast.Subscript) else node.func  # of ``Decoder[Kind](...)``
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         of_json = name == "load" and ast.unparse(node.func) == "json.load"
         replaces = any(keyword.arg == "errors" for keyword in node.keywords) or (
             name == "decode" and len(node.args) == 2
@@ -104,11 +105,12 @@ def test_the_scan_sees_what_decodes() -> None:
     text = """
 import msgspec, struct
 decoder = msgspec.msgpack.Decoder(int)
+other = Decoder[int](int)
 class Wire:
     def hear(self, data):
         return [struct.unpack("<I", piece) for piece in data], data.decode(errors="replace")
     def plain(self, data):
         return data.decode("ascii", "replace")
 """
-    assert sorted(uses(Source("wire.py", text))) == ["", "Wire.hear"]
+    assert sorted(uses(Source("wire.py", text))) == ["", "", "Wire.hear"]
     assert len(found()) > 40

@@ -24,6 +24,7 @@ from disttensor.runtime.process import torch_switches
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
+from disttensor.runtime.protocol.traits import TRAITS, request_of, without_stream
 
 #: Examples of each seed, of so many commands at most.
 EXAMPLES, COMMANDS = 150, 14
@@ -302,6 +303,10 @@ def sequence(commands: list[c.Command], gap: int) -> None:
         questions = _questions(commands)
         answered = [reply.request for reply in replies if not isinstance(reply, c.Failed)]
         assert sorted(request for request in answered if request in questions) == questions, "each is answered once"
+        asked = {request_of(command): TRAITS[type(without_stream(command))] for command in commands}
+        for reply in replies:
+            if (number := getattr(reply, "request", -1)) in questions:
+                assert isinstance(reply, (*asked[number].answers, c.Poisoned))
         _probe(node)
         _drop_all(node)
 

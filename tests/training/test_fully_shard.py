@@ -682,6 +682,50 @@ def test_a_state_dict_is_the_plain_ones(make: Callable[[], nn.Module]) -> None:
         assert torch.equal(whole(m, got, len(wanted)), wanted)
 
 
+#: What a program does between a load and the first forward pass.
+AFTER_A_LOAD: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda model: None,
+    "a save": lambda model: model.state_dict(),
+    "a move": lambda model: model.to(ranks(2).device),
+    "a reshard": lambda model: [layer.reshard() for layer in layers(model)],
+    "a load of nothing": lambda model: model.load_state_dict({}, strict=False),
+    "a load of whole ones": lambda model: (model[0].unshard(), model.load_state_dict({}, strict=False)),
+}
+
+
+@pytest.mark.parametrize("then", AFTER_A_LOAD)
+def test_what_was_loaded_in_the_place_of_parts_stays(then: str) -> None:
+    m = ranks(2)
+    torch.manual_seed(8)
+    other = plain().double()
+    _, model = made(m)
+    before = list(model.parameters())
+    model.load_state_dict(other.state_dict(), assign=True)
+    parts = list(model.parameters())
+    assert not any(new is old for new, old in zip(parts, before, strict=True))
+    AFTER_A_LOAD[then](model)
+    for got, wanted in zip(parts, other.parameters(), strict=True):
+        assert torch.equal(whole(m, got, len(wanted)), wanted)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), other.state_dict()[name])
+    loss(model, batch()).backward()
+    loss(other, batch()).backward()
+    same_gradients(m, model, other)
+
+
+def test_an_optimizer_knows_what_was_loaded_as_parts() -> None:
+    m = ranks(2)
+    local, model = made(m)
+    optimizer = adamw(local)
+    loss(local, batch()).backward()
+    optimizer.step()
+    model.load_state_dict(local.state_dict(), assign=True)
+    again = adamw(model)
+    dt.training.load_whole_state_dict(again, optimizer.state_dict())
+    for p, state in again.state.items():
+        assert state["exp_avg"].shape == p.shape
+
+
 def test_an_optimizers_states_are_the_plain_ones() -> None:
     m = ranks(3)
     local, model = made(m)

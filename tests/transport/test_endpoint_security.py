@@ -23,7 +23,7 @@ from limits import HANG
 
 import disttensor as dt
 from disttensor.runtime.endpoints import connection, frames, wires
-from disttensor.runtime.endpoints.frames import Bye, Hello, Shape, Value, Welcome
+from disttensor.runtime.endpoints.frames import Bye, EndpointHello, EndpointValue, Shape, Welcome
 from disttensor.runtime.launch.rendezvous.credentials import read_connection_file
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.dtypes import IDS
@@ -56,7 +56,7 @@ def goes_on(endpoint: Endpoint, file: Path) -> None:
 def test_a_stranger_gets_nothing(endpoint: Endpoint, file: Path) -> None:
     """Without a key a greeting of ZeroMQ's, and no more; with another key, or at another server, nothing."""
     host, _, port = endpoint.addresses[0].removeprefix("tcp://").rpartition(":")
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, frames.frame(Hello(frames.VERSION, "h", 1, ""))):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, frames.frame(EndpointHello(frames.VERSION, "h", 1, ""))):
         with socket.create_connection((host, int(port)), HANG) as stranger:
             stranger.sendall(said)
             heard = bytearray()
@@ -91,7 +91,7 @@ def length(size: int) -> bytes:
 
 
 def value(*shapes: Shape, data: bytes = b"") -> bytes:
-    return frames.frame(Value(data or values.encode(1, []), shapes))
+    return frames.frame(EndpointValue(data or values.encode(1, []), shapes))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Anothers:
 
 
 FLOAT, BOOL = IDS[torch.float32], IDS[torch.bool]
-HELLO = frames.frame(Hello(frames.VERSION, "liar", 1, ""))
+HELLO = frames.frame(EndpointHello(frames.VERSION, "liar", 1, ""))
 
 
 @pytest.mark.fault(34)
@@ -137,7 +137,7 @@ HELLO = frames.frame(Hello(frames.VERSION, "liar", 1, ""))
         "a bool that is 2": HELLO + value(Shape(BOOL, (1,)), data=values.encode(torch.ones(1), [])) + b"\2",
         "a pickle": HELLO + value(data=b"\x80\x04c__builtin__\nexit\n."),
         "an object": HELLO + value(data=values.encode(Anothers(1), [], classes=set())),
-        "another protocol": frames.frame(msgspec.structs.replace(Hello(0, "h", 1, ""), version=7)),
+        "another protocol": frames.frame(msgspec.structs.replace(EndpointHello(0, "h", 1, ""), version=7)),
     }.items(),
     ids=lambda case: case[0],
 )
@@ -329,6 +329,6 @@ def test_a_file_of_nodes_that_join_is_no_endpoints(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_with_both(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "Hello", lambda version, *more: Hello(version + 1, *more))
+    monkeypatch.setattr(connection, "EndpointHello", lambda version, *more: EndpointHello(version + 1, *more))
     with pytest.raises(dt.errors.BrokenError, match="version 2 of these messages, and this job version 1"):
         dt.connect(file)

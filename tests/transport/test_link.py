@@ -23,6 +23,7 @@ from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.host.launcher import Exited, Launcher, Started
 from disttensor.runtime.master import outbox
 from disttensor.runtime.master.link import Link
+from disttensor.runtime.master.node import Life
 from disttensor.runtime.master.outbox import packed
 from disttensor.runtime.master.requests import Request, Waker
 from disttensor.runtime.process.signals import uninterrupted
@@ -295,7 +296,7 @@ def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
         asking = [pool.submit(ask) for _ in range(4)]
         try:
             for _ in range(3000):
-                link.nodes[0].outbox.lost = None
+                link.nodes[0].outbox.lost, link.nodes[0].life = None, Life.AWAITED
                 link.losses.errors.clear()
                 link.losses.lose(0, "its cable was cut")
         finally:

@@ -187,6 +187,29 @@ REASONS: dict[str, tuple[c.Reply, str]] = {
 }
 
 
+#: Traffic that no data channel has, as (calls, bytes, seconds).
+FIGURES = {
+    "calls below none": (-1, 0, 0.0),
+    "bytes below none": (0, -1, 0.0),
+    "seconds below none": (0, 0, -0.5),
+    "no number": (0, 0, float("nan")),
+    "without an end": (0, 0, float("inf")),
+}
+
+
+@pytest.mark.parametrize("figures", FIGURES.values(), ids=FIGURES)
+def test_traffic_that_cannot_be_fails_the_node(figures: c.Figures, wire: Wire) -> None:
+    """It would be summed with that of the other nodes."""
+    wire.say(HELLO)
+    for number, rows in enumerate([((1, 2, 0.5), figures), (figures, (1, 2, 0.5))], 1):
+        with pytest.raises(ProtocolError, match=r"seconds, not|are not negative"):
+            codec.check_reply(c.Counts(number, (("tcp", "transfers", 1, *rows),)))
+    request = wire.link.request(0, c.Counts)
+    wire.say(c.Counts(request.id, (("tcp", "transfers", 1, (1, 2, 0.5), figures),)))
+    with pytest.raises(dt.NodeLost, match="broke the protocol"):
+        wire.link.wait(request, 20)
+
+
 @pytest.mark.parametrize("name", REASONS)
 def test_a_wrong_reason_fails_the_node(name: str, wire: Wire) -> None:
     reply, what = REASONS[name]

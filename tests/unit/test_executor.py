@@ -225,7 +225,7 @@ NONSENSE: dict[str, tuple[tuple[c.Command, ...], str]] = {
     "receive from nobody": ((c.Recv(5, 3, 44, (1,), 0, "cpu"),), "44"),
     "send to nobody": ((c.Send(5, 1, 44),), "44"),
     "send what is not there": ((c.Send(5, 99, -1),), "99"),
-    "adopt of nothing": ((c.Adopt(9, (1, 2)),), "9"),
+    "adopt of nothing": ((c.Adopt(9, (3, 4)),), "9"),
     "piece that lies": ((c.Piece(b"k", b"data", True),), "damaged"),
     "function that is not there": ((c.Run(9, b"x", b"y", True, ""),), ""),
     "state of a wrong size": ((c.Random(9, "cpu", b"123"),), ""),
@@ -379,6 +379,15 @@ def test_functions(ready: Node) -> None:
     run(ready, lambda: torch.ones(1), request=5)
     assert ready.do(c.Adopt(5, ()), c.Adopt(6, ())) == []  # of a Run that failed, perhaps
     assert "5" in ready.failed(c.Adopt(5, (41,))).message
+
+
+def test_an_adoption_that_fails_is_no_request(ready: Node) -> None:
+    """Nobody waits for an answer, and the script would take one for an offence."""
+    seq = ready.executor.seq
+    (failed,) = ready.do(c.Adopt(9, (41, 0)))
+    assert isinstance(failed, c.Failed)
+    assert ready[41] == Poison(0, seq)
+    assert 0 not in ready
 
 
 class Unloadable:

@@ -189,3 +189,20 @@ def test_what_is_kept_is_small() -> None:
     grown = sum(stat.size_diff for stat in tracemalloc.take_snapshot().compare_to(before, "filename"))
     tracemalloc.stop()
     assert grown < 150 * KEPT
+
+
+def test_the_lines_that_made_tensors() -> None:
+    """Of whatever makes some: an operator, a function, what keeps a generator's state; on a stream, too."""
+    node = Node(0)
+    number = node.define("aten::split.Tensor", (c.Hole(True), c.Hole(False)), (), 3, (issue.__code__, 0))
+    writes = node.define("aten::add_.Tensor", (c.Hole(True), c.Hole(True)), (), 0, (issue.__code__, 0))
+    call = c.Call(number, 20, (1, -1, -2, -3))  # of 19 in pieces of -1, to 20, 22 and 23
+    issue(node, call, c.Call(writes, 30, (1, 2)), c.Ask(1, c.Call(number + 9, 40, ())))
+    issue(node, c.Run(2, b"", b"", True, "f()", refs=(20, 22), outs=(50, 51), token=52))
+    issue(node, c.On(7, c.Run(3, b"", b"", True, "f()", outs=(53,))), c.Keep(54, "cpu", False), c.Keep(55, "cpu", True))
+    issue(node, c.Recv(0, 56, 1, (), 0, "cpu"), c.Run(4, b"", b"", True, "f()"), c.Adopt(4, (57, 0, 58)))
+    issue(node, c.Collective("all_reduce", 0, (), (59,), (59,), (), 0, 0, 0, "", 0, 0, 0, (), 0))
+    assert sorted(node.makers(range(70))) == [20, 22, 23, 40, 50, 51, 52, 53, 54, 56, 57, 58]
+    assert node.makers([51, 54, 99]) == {51: (issue.__code__, 0), 54: (issue.__code__, 0)}
+    issue(node, c.Keep(60, "cpu", False), sites=False)
+    assert node.makers([60]) == {}

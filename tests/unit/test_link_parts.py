@@ -69,7 +69,7 @@ def state(hub: FakeHub) -> Iterator[LinkState]:
     """Two nodes, both there."""
     made = LinkState(hub, 2)
     for node in made.nodes:
-        node.said_hello = HELLO
+        node.greet(HELLO)
     yield made
     made.interrupts.restore()
 

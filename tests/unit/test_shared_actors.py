@@ -29,7 +29,7 @@ class Stage:
     def __init__(self) -> None:
         self.objects = Objects()
         self.living: list[Any] = []
-        self.said: dict[tuple[int, int], s.Answer] = {}  #: by party and call
+        self.said: dict[tuple[int, int], s.ObjectAnswer] = {}  #: by party and call
 
     def actor(self, node: int, name: str = "A") -> int:
         living = Living()
@@ -41,7 +41,7 @@ class Stage:
     def ask(self, party: int, *requests: s.Asking) -> None:
         for request in requests:
 
-            def answer(told: s.Answer, key: tuple[int, int] = (party, request.call)) -> None:
+            def answer(told: s.ObjectAnswer, key: tuple[int, int] = (party, request.call)) -> None:
                 assert key not in self.said, "two answers"
                 self.said[key] = told
 
@@ -83,7 +83,7 @@ def test_calls_are_given_one_at_a_time_in_order(stage: Stage) -> None:
 
 def test_what_only_the_actors_node_may_ask(stage: Stage) -> None:
     a = stage.actor(1)
-    stage.ask(2, s.Serve(1, (a,)), s.Await(2, (a,), 7), s.Retire(3, (a,)))
+    stage.ask(2, s.Serve(1, (a,)), s.AwaitAnswer(2, (a,), 7), s.Retire(3, (a,)))
     stage.ask(0, s.Serve(1, (a,), 0, RESULT))
     assert {told.said for told in stage.said.values()} == {s.REFUSED}
     stage.ask(1, s.Serve(1, (a,)), s.Serve(2, (a,)))  # two threads that serve one
@@ -169,10 +169,10 @@ def test_a_circle_is_refused_and_nothing_else(stage: Stage) -> None:
         stage.ask(node, s.Invoke(1, (names[(node + 1) % 3],), "ask", ITEM))
         if node == 1:  # and had waited for itself, but not any more
             stage.ask(node, s.Invoke(3, (names[1],), "ask", ITEM))
-        stage.ask(node, s.Await(2, (names[node],), 1))
+        stage.ask(node, s.AwaitAnswer(2, (names[node],), 1))
         assert [stage.heard(each, 1) for each in range(3)] == [None, None, s.REFUSED if node == 2 else None]
     assert stage.said[2, 1].why.startswith("actors wait for each other: C -> A -> B -> C;")
-    stage.ask(0, s.Await(4, (names[0],)), s.Await(5, (names[0],), 77))  # what was answered, or never asked
+    stage.ask(0, s.AwaitAnswer(4, (names[0],)), s.AwaitAnswer(5, (names[0],), 77))  # what was answered, or never asked
     assert stage.heard(0, 1) is None
 
 

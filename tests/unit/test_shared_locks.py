@@ -89,7 +89,7 @@ def test_what_was_told_and_not_used_is_told_again() -> None:
     objects.lost(0, "killed")
     why = "f() on node 0 had it, and that node is gone"
     assert one.said == [(1, s.OK, 0, why)]
-    undo = back(s.Acquire(1, of, 1, "g()"), s.Answer(1, s.OK), 2)
+    undo = back(s.Acquire(1, of, 1, "g()"), s.ObjectAnswer(1, s.OK), 2)
     assert undo is not None
     one.ask(undo)
     two.ask(s.Acquire(1, of, 1, "h()"), s.Release(2, of, 1), s.Acquire(3, of, 1, "h()"))
@@ -128,7 +128,7 @@ def test_the_one_that_acts_ends(how: str) -> None:
     elif how == "abort":
         three.ask(s.Abort(2, of, "f()", "raised"))
     elif how == "interrupted":
-        undo = back(arrive(1, of), s.Answer(1, s.ACT), 2)
+        undo = back(arrive(1, of), s.ObjectAnswer(1, s.ACT), 2)
         assert undo is not None
         three.ask(undo)
     else:

@@ -14,6 +14,7 @@ import torch
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol import values
 from disttensor.runtime.protocol.errors import ClosedError, ProtocolError
+from disttensor.runtime.protocol.framing import PIECE
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.shared import channel_handles, service
 from disttensor.runtime.shared import objects as held
@@ -37,7 +38,7 @@ class Node:
             for piece in s.pieces(s.encode(request)):
                 self.spoke.send(piece)
 
-    def hear(self) -> s.Answer:
+    def hear(self) -> s.ObjectAnswer:
         while True:
             piece = self.spoke.recv(30)
             assert piece is not None
@@ -80,13 +81,14 @@ def goes_on(objects: Objects, node: Node) -> None:
     number = objects.make(Channel)
     objects.share(number)
     node.say(s.Put(1000, (number,), ITEM), s.Take(1001, (number,)))
-    assert node.hear() == s.Answer(1000, s.OK)
+    assert node.hear() == s.ObjectAnswer(1000, s.OK)
     assert unpack(node.hear().item or s.Item(b"")) == [1, "two"]
 
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(
-    "said", [b"", b"\2x", s.LAST, s.LAST + b"\xc1", s.LAST + s.encode(s.Answer(0, 0)), s.LAST + s.encode([1, -1, 0])]
+    "said",
+    [b"", b"\2x", s.LAST, s.LAST + b"\xc1", s.LAST + s.encode(s.ObjectAnswer(0, 0)), s.LAST + s.encode([1, -1, 0])],
 )
 def test_nonsense_cuts_its_sender(served: tuple[Objects, list[Node]], said: bytes) -> None:
     objects, (bad, good) = served
@@ -103,7 +105,7 @@ def test_a_message_without_an_end(served: tuple[Objects, list[Node]], monkeypatc
     objects, (bad, good) = served
     monkeypatch.setattr(s, "MAX_WHOLE", 1 << 20)
     for _ in range(5):
-        bad.spoke.send(s.MORE + bytes(s.PIECE))
+        bad.spoke.send(s.MORE + bytes(PIECE))
     bad.is_cut()
     goes_on(objects, good)
 
@@ -114,7 +116,7 @@ def test_one_that_does_not_read(served: tuple[Objects, list[Node]], monkeypatch:
     monkeypatch.setattr(service, "MAX_UNREAD", 50)
     number = objects.make(Channel)
     objects.share(number)
-    bad.say(*(s.Ask(call, (number,)) for call in range(200)))
+    bad.say(*(s.Inspect(call, (number,)) for call in range(200)))
     bad.is_cut()
     goes_on(objects, good)
 
@@ -123,7 +125,11 @@ def test_a_channel_that_it_was_not_given(served: tuple[Objects, list[Node]]) -> 
     objects, (bad, good) = served
     number = objects.make(Channel)
     bad.say(
-        s.Put(1, (number,), ITEM), s.Take(2, (number,)), s.Close(3, (number,)), s.Ask(4, (77,)), s.Take(5, (1 << 40,))
+        s.Put(1, (number,), ITEM),
+        s.Take(2, (number,)),
+        s.Close(3, (number,)),
+        s.Inspect(4, (77,)),
+        s.Take(5, (1 << 40,)),
     )
     assert [bad.hear().said for _ in range(5)] == [s.REFUSED] * 5
     goes_on(objects, good)
@@ -152,7 +158,7 @@ def test_a_number_that_waits_already_is_refused() -> None:
     """Or its first wait would never be answered."""
     objects = Objects()
     number = objects.make(Channel)
-    said: list[s.Answer] = []
+    said: list[s.ObjectAnswer] = []
     for _ in range(2):
         objects.ask(SCRIPT, s.Take(1, (number,)), said.append)
     assert [(x.call, x.said) for x in said] == [(1, s.REFUSED)]
@@ -170,20 +176,20 @@ def test_what_a_node_may_hold(served: tuple[Objects, list[Node]], monkeypatch: p
     number = objects.make(Channel)
     objects.share(number)
     bad.say(*(s.Put(call, (number,), ITEM) for call in range(6)))
-    assert [bad.hear() for _ in range(3)] == [s.Answer(call, s.OK) for call in range(3)]
+    assert [bad.hear() for _ in range(3)] == [s.ObjectAnswer(call, s.OK) for call in range(3)]
     refused = bad.hear()
     assert (refused.call, refused.said) == (5, s.REFUSED)
     bad.say(s.Put(7, (number,), ITEM, back=True), s.Put(8, (number,), ITEM, wait=False))
     assert [(x.call, x.said) for x in (bad.hear(), bad.hear())] == [(7, s.REFUSED), (8, s.FULL)]
     good.say(s.Put(1, (number,), ITEM))
-    assert good.hear() == s.Answer(1, s.OK)
-    said: list[s.Answer] = []
+    assert good.hear() == s.ObjectAnswer(1, s.OK)
+    said: list[s.ObjectAnswer] = []
     objects.ask(SCRIPT, s.Put(1, (number,), ITEM), said.append)
     objects.ask(SCRIPT, s.Take(2, (number,)), said.append)
     assert [answer.said for answer in said] == [s.OK, s.OK]
-    assert bad.hear() == s.Answer(3, s.OK)  # there is room for one more
+    assert bad.hear() == s.ObjectAnswer(3, s.OK)  # there is room for one more
     bad.say(s.Withdraw(4))
-    assert bad.hear() == s.Answer(4, s.FULL)
+    assert bad.hear() == s.ObjectAnswer(4, s.FULL)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ class Asking:
         self.table = self.objects.make(Table)
         for number in (self.queue, self.table):
             self.objects.share(number)
-        self.said: dict[tuple[int, int], list[s.Answer]] = {}
+        self.said: dict[tuple[int, int], list[s.ObjectAnswer]] = {}
         self._call = 0
 
-    def ask(self, party: int, kind: Any, of: int | None = None, **more: Any) -> list[s.Answer]:
+    def ask(self, party: int, kind: Any, of: int | None = None, **more: Any) -> list[s.ObjectAnswer]:
         """Asks; returns the list of the answers, which has one when it has come."""
         self._call += 1
         answers = self.said[party, self._call] = []
@@ -47,12 +47,12 @@ class Asking:
         self.objects.ask(party, kind(self._call, (number,), **more), answers.append)
         return answers
 
-    def one(self, *args: Any, **more: Any) -> s.Answer:
+    def one(self, *args: Any, **more: Any) -> s.ObjectAnswer:
         (answer,) = self.ask(*args, **more)
         return answer
 
 
-def lease(a: Asking, party: int, holder: int = 1, wait: bool = False) -> list[s.Answer]:
+def lease(a: Asking, party: int, holder: int = 1, wait: bool = False) -> list[s.ObjectAnswer]:
     return a.ask(party, s.Lease, holder=holder, who="f()", wait=wait)
 
 
@@ -61,16 +61,16 @@ def test_what_is_another_s_is_not_touched() -> None:
     a.one(SCRIPT, s.Put, item=ITEM)
     (mine,) = lease(a, 1)
     assert (mine.said, mine.trusted) == (s.OK, True)
-    assert a.one(2, s.Done, holder=1, item=ITEM).said == s.EMPTY
-    assert a.one(1, s.Done, holder=2, item=ITEM).said == s.EMPTY
+    assert a.one(2, s.TaskDone, holder=1, item=ITEM).said == s.EMPTY
+    assert a.one(1, s.TaskDone, holder=2, item=ITEM).said == s.EMPTY
     for party, holder, number in ((2, 1, None), (1, 2, None), (1, 1, mine.count + 1), (2, 1, mine.count)):
         a.one(party, s.Return, holder=holder, lease=number, counted=True, why="has lied")
-    state = a.one(SCRIPT, s.Ask)
+    state = a.one(SCRIPT, s.Inspect)
     assert (state.count, state.left) == (0, 1)
     assert a.one(1, s.Take).said == s.REFUSED
     assert a.one(1, s.Put, item=ITEM, back=True).said == s.REFUSED
-    assert a.one(1, s.Done, holder=1).said == s.OK
-    assert a.one(SCRIPT, s.Ask).left == 0
+    assert a.one(1, s.TaskDone, holder=1).said == s.OK
+    assert a.one(SCRIPT, s.Inspect).left == 0
 
 
 def test_a_result_waits_for_room_among_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +81,16 @@ def test_a_result_waits_for_room_among_the_answers(monkeypatch: pytest.MonkeyPat
         a.one(SCRIPT, s.Put, item=ITEM)
     for holder in range(4):
         lease(a, 1, holder)
-    done = [a.ask(1, s.Done, holder=holder, item=ITEM) for holder in range(4)]
+    done = [a.ask(1, s.TaskDone, holder=holder, item=ITEM) for holder in range(4)]
     assert [len(x) for x in done] == [1, 1, 0, 0]
-    assert a.one(SCRIPT, s.Ask).left == 2
+    assert a.one(SCRIPT, s.Inspect).left == 2
     a.one(1, s.Return, holder=3)
     assert [x.said for x in done[3]] == [s.EMPTY]
-    assert a.one(SCRIPT, s.Ask).count == 1
+    assert a.one(SCRIPT, s.Inspect).count == 1
     assert a.one(SCRIPT, s.Take, of=a.answers).said == s.OK
     assert [x.said for x in done[2]] == [s.OK]
-    assert a.one(SCRIPT, s.Ask).left == 1
-    big = a.one(1, s.Done, holder=9, item=s.Item(bytes(s.MAX_ITEM + 1)))
+    assert a.one(SCRIPT, s.Inspect).left == 1
+    big = a.one(1, s.TaskDone, holder=9, item=s.Item(bytes(s.MAX_ITEM + 1)))
     assert big.said == s.REFUSED
 
 
@@ -102,7 +102,7 @@ def test_a_put_that_waits_for_its_node_s_share_goes_on_when_something_is_done(mo
     assert [lease(a, 2)[0].said, lease(a, 2)[0].said] == [s.OK, s.OK]
     waiting = lease(a, 2, wait=True)
     assert ([len(x) for x in puts], waiting) == ([1, 1, 0], [])
-    a.one(2, s.Done, holder=1)
+    a.one(2, s.TaskDone, holder=1)
     assert [x.said for x in (*puts[2], *waiting)] == [s.OK, s.OK]
 
 
@@ -131,20 +131,20 @@ def test_what_nobody_is_there_to_have_is_put_back() -> None:
     undo = back(s.Lease(1, (a.queue,), 1, "f()", True), lease(a, 1)[0], 99)
     assert isinstance(undo, s.Return)
     a.objects.ask(1, undo, lambda _: None)
-    assert a.one(SCRIPT, s.Ask).count == 1
+    assert a.one(SCRIPT, s.Inspect).count == 1
     more = {"key": b"k", "shown": b"K"}
     for do in (s.POP, s.POP_LAST):
-        a.one(1, s.Entry, of=a.table, do=s.SET, item=ITEM, **more)
+        a.one(1, s.DictEntry, of=a.table, do=s.SET, item=ITEM, **more)
         asked = {"do": do, **more} if do == s.POP else {"do": do}
-        taken = a.one(1, s.Entry, of=a.table, **asked)
-        undo = back(s.Entry(1, (a.table,), **asked), taken, 100 + do)  # type: ignore[arg-type]
+        taken = a.one(1, s.DictEntry, of=a.table, **asked)
+        undo = back(s.DictEntry(1, (a.table,), **asked), taken, 100 + do)  # type: ignore[arg-type]
         assert undo is not None
-        assert a.one(1, s.Entry, of=a.table, do=s.GET, **more).said == s.EMPTY
+        assert a.one(1, s.DictEntry, of=a.table, do=s.GET, **more).said == s.EMPTY
         a.objects.ask(1, undo, lambda _: None)
-        found = a.one(1, s.Entry, of=a.table, do=s.GET, **more)
+        found = a.one(1, s.DictEntry, of=a.table, do=s.GET, **more)
         assert (found.said, found.item) == (s.OK, ITEM)
-    assert a.one(SCRIPT, s.Page, of=a.table).keys == (b"K",)
-    assert back(s.Entry(1, (a.table,), s.GET, b"k"), s.Answer(1, s.OK, item=ITEM), 2) is None
+    assert a.one(SCRIPT, s.KeysPage, of=a.table).keys == (b"K",)
+    assert back(s.DictEntry(1, (a.table,), s.GET, b"k"), s.ObjectAnswer(1, s.OK, item=ITEM), 2) is None
 
 
 #: What parties do, the usual more often; each with a party, and a holder there.
@@ -177,7 +177,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
     a = Asking(maxsize, tries)
     queue = a.objects._objects[a.queue]
     assert isinstance(queue, WorkQueue)
-    put, done, given_up, results = list[list[s.Answer]](), 0, 0, 0
+    put, done, given_up, results = list[list[s.ObjectAnswer]](), 0, 0, 0
     for act, party, holder in steps:
         nobody_waits_in_vain(queue)
         match act:
@@ -186,17 +186,17 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
             case "lease" | "wait":
                 lease(a, party, holder, wait=act == "wait")
             case "done" | "result":
-                a.ask(party, s.Done, holder=holder, item=ITEM if act == "result" else None)
+                a.ask(party, s.TaskDone, holder=holder, item=ITEM if act == "result" else None)
             case "return" | "try":
                 a.ask(party, s.Return, holder=holder, counted=act == "try", why="has ended" if act == "try" else "")
             case "gone" if party != SCRIPT:
                 for key in [key for key in a.said if key[0] == party and not a.said[key]]:
-                    a.said[key].append(s.Answer(key[1], s.ENDED))  # it is not told
+                    a.said[key].append(s.ObjectAnswer(key[1], s.ENDED))  # it is not told
                 a.objects.lost(party, "killed")
             case "take":
                 a.ask(party, s.Take, of=a.answers, wait=False)
             case "join":
-                a.ask(party, s.Join)
+                a.ask(party, s.JoinQueue)
             case "withdraw":
                 for key in [key for key in a.said if key[0] == party and not a.said[key]]:
                     a.objects.withdraw(*key)
@@ -204,7 +204,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
         a.one(SCRIPT, s.Close)
     for party in (1, 2):
         for key in [key for key in a.said if key[0] == party and not a.said[key]]:
-            a.said[key].append(s.Answer(key[1], s.ENDED))
+            a.said[key].append(s.ObjectAnswer(key[1], s.ENDED))
         a.objects.lost(party, "killed")
     for key in [key for key in a.said if key[0] == SCRIPT and not a.said[key]]:
         a.objects.withdraw(*key)
@@ -212,7 +212,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
         a.one(SCRIPT, s.Return, holder=holder)
     a.one(SCRIPT, s.Close)
     while lease(a, SCRIPT, 3)[0].said == s.OK:
-        assert a.one(SCRIPT, s.Done, holder=3, item=ITEM).said == s.OK
+        assert a.one(SCRIPT, s.TaskDone, holder=3, item=ITEM).said == s.OK
     while (answer := a.one(SCRIPT, s.Take, of=a.answers)).said != s.SHUT:
         assert answer.said in (s.OK, s.DROPPED)
     for answers in a.said.values():
@@ -225,7 +225,7 @@ def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: boo
     done = next(queue._numbers) - given_up  # of those that were put in
     assert kinds.count(s.OK) <= done + given_up  # a node that has put one may have gone before it was told
     assert results <= done
-    state = a.one(SCRIPT, s.Ask)
+    state = a.one(SCRIPT, s.Inspect)
     assert (state.count, state.left) == (0, 0)
     assert not any(a.objects._held.values())
     assert not a.objects._waits
@@ -238,15 +238,15 @@ def test_what_a_node_may_set(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Asking()
 
     def sets(party: int, key: bytes) -> int:
-        return a.one(party, s.Entry, of=a.table, do=s.SET, key=key, shown=key, item=ITEM).said
+        return a.one(party, s.DictEntry, of=a.table, do=s.SET, key=key, shown=key, item=ITEM).said
 
     assert [sets(1, key) for key in (b"a", b"b", b"c")] == [s.OK, s.OK, s.REFUSED]
     assert [sets(1, b"b"), sets(2, b"c"), sets(SCRIPT, b"b"), sets(1, b"d")] == [s.OK] * 4
     assert sets(1, b"e") == s.REFUSED
-    pages = a.one(SCRIPT, s.Page, of=a.table)
+    pages = a.one(SCRIPT, s.KeysPage, of=a.table)
     assert (pages.keys, pages.closed) == ((b"a", b"b", b"c", b"d"), True)
-    assert a.one(1, s.Entry, of=a.table, do=s.CLEAR).said == s.OK
+    assert a.one(1, s.DictEntry, of=a.table, do=s.CLEAR).said == s.OK
     assert not any(a.objects._held.values())
     for entry in ({"do": s.SET}, {"do": s.SET, "item": s.Item(bytes(s.MAX_ITEM + 1))}):
-        assert a.one(1, s.Entry, of=a.table, key=b"x", **entry).said == s.REFUSED
+        assert a.one(1, s.DictEntry, of=a.table, key=b"x", **entry).said == s.REFUSED
     assert a.one(1, s.Take, of=a.table).said == s.REFUSED

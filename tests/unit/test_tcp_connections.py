@@ -20,7 +20,7 @@ from quick import inputs
 from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Protection
 from disttensor.runtime.channel.tcp import dial, listener
 from disttensor.runtime.channel.tcp.channel import TcpChannel
-from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, Hello
+from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, PeerHello
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.transport import sockets, zap
 
@@ -165,7 +165,7 @@ def test_a_peer_is_not_late_that_was_not_heard_because_the_listener_was_at_anoth
     stalled, heard = threading.Event(), threading.Event()
     limit = 0.2
 
-    def admit(sock: socket.socket, hello: Hello, nonce: bytes) -> str:
+    def admit(sock: socket.socket, hello: PeerHello, nonce: bytes) -> str:
         if hello.rank == 0:
             stalled.set()
             said.wait(HANG)
@@ -200,7 +200,7 @@ def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> N
     """However many have come while the listener was at something else."""
     stalled, go, heard = threading.Event(), threading.Event(), threading.Event()
 
-    def admit(sock: socket.socket, hello: Hello, nonce: bytes) -> str:
+    def admit(sock: socket.socket, hello: PeerHello, nonce: bytes) -> str:
         if hello.rank == 0:
             stalled.set()
             go.wait(HANG)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from dataclasses import fields
 from typing import get_args
 
 import pytest
 
+from disttensor.runtime.channel.tcp import handshake
+from disttensor.runtime.endpoints import frames
 from disttensor.runtime.node.executor import Executor
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.node.streams.scheduler import Scheduler
+from disttensor.runtime.protocol import arguments, codec, shared_objects, side
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds
+from disttensor.runtime.protocol.traits import TRAITS, Traits, kinds, request_of
 
 COMMANDS = get_args(c.Command)
 #: Fields of commands that are refs of tensors, of one or of several.
@@ -94,6 +98,11 @@ def test_a_stream_takes_what_may_stand_on_it() -> None:
     assert set(union) == kinds("on_stream")
 
 
+def test_a_graph_takes_what_it_can_hold() -> None:
+    commands = inspect.get_annotations(c.Part, eval_str=True)["commands"]
+    assert set(get_args(get_args(commands)[0])) == kinds("recordable")
+
+
 @pytest.mark.parametrize(
     "kind", sorted(kinds("on_stream"), key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
 )
@@ -118,6 +127,49 @@ def test_a_row_names_all_tensors(kind: type[c.Command]) -> None:
             assert named == refs_of(command)
         assert set(row.writes(command, None)) <= set(row.reads(command, None))
         assert not set(row.reads(command, None)) & set(row.makes(command, None))
+
+
+def test_what_has_a_request_is_answered() -> None:
+    asking = {kind for kind in COMMANDS if "request" in kind.__struct_fields__}
+    assert asking - {kind for kind in COMMANDS if TRAITS[kind].answers} == {c.Adopt}  # the request of the Run before it
+    assert asking >= {kind for kind in COMMANDS if TRAITS[kind].answers}
+    named = {kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__}
+    assert {reply for traits in TRAITS.values() for reply in traits.answers} == named - {c.Poisoned}  # to all
+
+
+#: Replies of which decoding and the link check all that can be checked, and why.
+UNCHECKED = {
+    c.Answer: "a value is the user's, and may be any",
+    c.Warned: "the link knows which commands it has sent; texts are cut where they are shown",
+    c.Poisoned: "the link knows which commands and nodes there are",
+    c.Done: "says nothing",
+}
+
+
+def test_no_message_has_the_name_of_another() -> None:
+    """Who reads ``Hello`` knows whose: a node's, another program's or a peer's."""
+    found = Counter(
+        name
+        for module in (arguments, c, side, shared_objects, frames, handshake)
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__ and not name.startswith("_")
+    )
+    assert found["Hello"] == found["EndpointHello"] == found["PeerHello"] == 1
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_every_reply_has_a_row() -> None:
+    """That it has nothing to check has to be said: numbers may be below zero, or none at all, and texts play tricks."""
+    assert codec.REPLIES.keys() == set(get_args(c.Reply))
+    assert {kind for kind, row in codec.REPLIES.items() if row.check is codec._nothing} == UNCHECKED.keys()
+    assert {kind for kind, row in codec.REPLIES.items() if row.awaited} == {
+        kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__
+    }
+
+
+def test_the_request_of_a_command() -> None:
+    assert request_of(c.Sync(7)) == request_of(c.On(2, c.Run(7, b"", b"", True, ""))) == 7
+    assert request_of(c.Adopt(7, ())) == request_of(c.On(2, c.Wait(1))) == request_of(c.Stop()) == -1
 
 
 def test_what_a_graph_holds_is_routed_to_it() -> None:

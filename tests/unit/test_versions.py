@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from platform import python_version
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from checkout import ROOT
 from msgspec.structs import replace
 
+from disttensor.runtime.endpoints import frames
 from disttensor.runtime.host.capabilities import own
 from disttensor.runtime.host.versions import PACKAGES, Versions, missing_package, refusal
 from disttensor.runtime.host.versions import own as versions_here
+from disttensor.runtime.launch.tree import control
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.protocol import commands as c
-from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
+from disttensor.runtime.protocol import shared_objects, side
+from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION, Bundle
 from disttensor.runtime.protocol.errors import StartError
 from disttensor.startup.start import meet
 from disttensor.torch_backend import tested_versions
@@ -149,6 +154,37 @@ def test_the_page_has_every_tested_torch() -> None:
     assert named == pythons
     (oldest,) = (need.partition(">=")[2] for need in PROJECT["dependencies"] if need.startswith("torch"))
     assert oldest == min(tested_versions.TORCH, key=lambda release: int(release.partition(".")[2]))
+
+
+def form(info: Any, known: list[type]) -> object:
+    """What a type is on the wire, where names of classes are tags or nothing, and an array's fields have no names."""
+    if isinstance(info, msgspec.inspect.StructType):
+        if info.cls in known:
+            return "as", known.index(info.cls)
+        known.append(info.cls)
+        fields = ((info.array_like or it.encode_name, it.required, form(it.type, known)) for it in info.fields)
+        return info.tag_field, info.tag, info.array_like, info.forbid_unknown_fields, *fields
+    if isinstance(info, msgspec.inspect.Type):
+        return type(info).__name__, *(form(getattr(info, name), known) for name in info.__struct_fields__)
+    return tuple(form(each, known) for each in info) if isinstance(info, tuple) else info
+
+
+#: All that crosses a process boundary as structs.
+MESSAGES = (
+    c.Batch, c.Report, side.Word, shared_objects.Request, shared_objects.ObjectAnswer, frames.Said, Bundle,
+    control.Order, control.News,
+)  # fmt: skip
+#: What they are in the version of now.
+DIGEST = "cab10376533d77f7"
+
+
+def test_other_messages_have_another_protocol() -> None:
+    """Two versions that take each other for one would lose nodes to messages that one of them does not understand."""
+    digest = hashlib.sha256(repr([form(msgspec.inspect.type_info(kind), []) for kind in MESSAGES]).encode()).hexdigest()
+    assert (PROTOCOL, digest[:16]) == (18, DIGEST), (
+        "messages have changed: raise PROTOCOL (runtime/protocol/bundle.py; docs/SSH.md and docs/DOCTOR.md name it), "
+        "and write both here"
+    )
 
 
 def test_one_version_is_named_everywhere() -> None:

@@ -26,7 +26,7 @@ from ..base import Capabilities, ChannelContext, DataChannel, PeerInfo, Transfer
 from ..carrier import Carrier, Say
 from ..pool import WarmPool
 from .frames import EAGER
-from .handshake import Hello, answer
+from .handshake import PeerHello, answer
 from .listener import Listener
 from .peer import Limits, TcpPeer
 
@@ -183,7 +183,7 @@ class TcpChannel(DataChannel):
         """
         return None
 
-    def _admit(self, sock: socket.socket, hello: Hello, nonce: bytes) -> str | None:
+    def _admit(self, sock: socket.socket, hello: PeerHello, nonce: bytes) -> str | None:
         """Handles a hello for the listener.
 
         None for one that comes too early: others may know this one before, or that a connection has broken.

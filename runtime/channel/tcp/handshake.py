@@ -52,7 +52,7 @@ class Standing(NamedTuple):
         return _STANDING.pack(*self)
 
 
-class Hello(NamedTuple):
+class PeerHello(NamedTuple):
     """An initiator's claims about itself; true only once ``Secrets.check_hello`` returned True."""
 
     rank: int
@@ -63,7 +63,7 @@ class Hello(NamedTuple):
     proof: bytes
 
     @classmethod
-    def parse(cls, data: bytes) -> Hello | None:
+    def parse(cls, data: bytes) -> PeerHello | None:
         """Parses a hello; returns None for bytes that are not a hello of this version."""
         magic, rank, to, nonce, wishes, standing, proof = _HELLO.unpack(data)
         if magic != _MAGIC:
@@ -149,7 +149,7 @@ def call(
     return answer[0], secrets
 
 
-def answer(hello: Hello, nonce: bytes, job: str, me: int, key: bytes) -> Secrets | None:
+def answer(hello: PeerHello, nonce: bytes, job: str, me: int, key: bytes) -> Secrets | None:
     """Checks a hello to the acceptor's ``nonce``; returns the secrets, or None for a peer that doesn't hold ``key``."""
     secrets = Secrets(key, job, hello.rank, me, nonce + hello.nonce, hello.wishes, hello.standing)
     return secrets if hello.to == me and secrets.check_hello(hello.proof) else None

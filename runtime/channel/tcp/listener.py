@@ -16,7 +16,7 @@ from ...host.descriptors import is_shortage
 from ...host.interfaces import is_loopback
 from ...host.refusals import Refusals, Shortages
 from .dial import MOST_ADDRESSES, join_address, tune_before
-from .handshake import HELLO, NONCE, Hello
+from .handshake import HELLO, NONCE, PeerHello
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Listener:
         self,
         hosts: Sequence[str],
         limit: float,
-        admit: Callable[[socket.socket, Hello, bytes], str | None],
+        admit: Callable[[socket.socket, PeerHello, bytes], str | None],
         name: str,
         look: Callable[[], None],
         peers: Callable[[], int] = lambda: 0,
@@ -69,7 +69,7 @@ class Listener:
         self._limit, self._admit, self._look, self._peers = limit, admit, look, peers
         self._pending: dict[_Pending, None] = {}  #: oldest first
         #: the hellos of those of them whose rank is not known yet
-        self._unknown: dict[_Pending, Hello] = {}
+        self._unknown: dict[_Pending, PeerHello] = {}
         self._refusals = Refusals(_log)
         self._shortages, self._name = Shortages(_log), name
         self._short_since: float | None = None  #: the first accept that lacked a descriptor, since one succeeded
@@ -207,7 +207,7 @@ class Listener:
         if not piece:
             self._drop(pending, _NOISE if pending.said else "")
         elif len(pending.said) == HELLO:
-            hello = Hello.parse(pending.said)
+            hello = PeerHello.parse(pending.said)
             if hello is None:
                 self._drop(pending, _NOISE)
             else:

@@ -51,7 +51,7 @@ from .dial import DeniedError, dial, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, RECEIPT, WORD, Frame
 from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets, Standing
 from .kept import Connection, Out
-from .reader import Reader, Receive, ReceiveTicket
+from .reader import PeerReader, Receive, ReceiveTicket
 from .sender import Sender
 from .shield import ENCRYPT, agreed, shield, unprotected, wishes
 
@@ -115,7 +115,7 @@ class TcpPeer:
         self._claimed: int | None = None  #: the transfer whose tensor is being filled
         self._unanswered = Unanswered()
         self._sender = Sender(self)
-        self.reader: Reader | None = None  #: None while there is no connection
+        self.reader: PeerReader | None = None  #: None while there is no connection
         self._connection: Connection | None = None
         self._broken: Connection | None = None  #: the one before, while threads use it
         self._calling: socket.socket | None = None
@@ -581,7 +581,7 @@ class TcpPeer:
         self._connection, self._state, self._instance = connection, _State.UP, theirs.instance
         self._standing = self._standing._replace(connection=theirs.connection)
         shut_down(self._calling)  # the peer was faster
-        self.reader = Reader(self, connection, receives.frames, mode, shield(mode, receives.payloads))
+        self.reader = PeerReader(self, connection, receives.frames, mode, shield(mode, receives.payloads))
         over = self._sender.attach_with_lock(
             connection, sends.frames, mode, shield(mode, sends.payloads), theirs.received
         )

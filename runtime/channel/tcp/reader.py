@@ -58,7 +58,7 @@ class Peer(Protocol):
     rank: int
     failure: tuple[type[ChannelError], str] | None
     carrier: Carrier | None
-    reader: Reader | None
+    reader: PeerReader | None
     empty: Callable[..., torch.Tensor]
 
     def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive | None: ...
@@ -147,7 +147,7 @@ class ReceiveTicket(Ticket):
             reader.rouse()
 
 
-class Reader:
+class PeerReader:
     """Reads the frames that ``peer`` sends over ``connection``.
 
     A transfer that it has claimed is ended by it and nobody else; if the connection breaks meanwhile, it returns it.

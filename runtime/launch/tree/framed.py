@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ...protocol.errors import UNDECODABLE, ProtocolError, StartError
+from ...protocol.errors import ProtocolError, StartError
+from ...protocol.framing import PREFIX, Decoder, length, prefixed
 from ..output.lines import plain
 from .control import MAX_FRAME
 from .loop import Loop
@@ -64,7 +65,7 @@ def frame(message: msgspec.Struct) -> bytes:
         raise StartError(
             f"{e.object!r:.200} can't be told to the processes of a job: it is no UTF-8; give it another name"
         ) from None
-    return len(body).to_bytes(4, "big") + body
+    return prefixed(body)
 
 
 class FramedSocket(FramedStream[In]):
@@ -78,7 +79,7 @@ class FramedSocket(FramedStream[In]):
         for fd in (self.inn, self.out):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(kinds)
+        self._decoder = Decoder[In](kinds, "a frame", "that says nothing")
         self._in = bytearray()
         self._out = bytearray()
         self._closed = False
@@ -124,23 +125,24 @@ class FramedSocket(FramedStream[In]):
             self.ended = not piece
             read += len(piece)
         messages = []
-        while len(self._in) >= 4:
-            size = int.from_bytes(self._in[:4], "big")
+        while len(self._in) >= PREFIX:
+            size = length(self._in[:PREFIX])
             if size > MAX_FRAME:
                 raise ProtocolError(
                     f"a frame of {size} bytes, the limit is {MAX_FRAME}: this is no disttensor launcher"
                 )
-            if len(self._in) < 4 + size:
+            end = PREFIX + size
+            if len(self._in) < end:
                 break
-            messages.append(self._decode(self._in[4 : 4 + size]))
-            del self._in[: 4 + size]
+            messages.append(self._decode(self._in[PREFIX:end]))
+            del self._in[:end]
         return messages
 
     def _decode(self, body: bytearray) -> In:
         try:
             return self._decoder.decode(body)
-        except UNDECODABLE as e:  # its text may quote what came
-            raise ProtocolError(f"a frame of {len(body)} bytes that says nothing: {plain(str(e), 200)}") from None
+        except ProtocolError as e:  # its text may quote what came: tags are words here
+            raise ProtocolError(plain(str(e), 250)) from None
 
     def _take(self, piece: bytes) -> None:
         self._in += piece

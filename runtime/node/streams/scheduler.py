@@ -278,7 +278,7 @@ class Scheduler(Lanes):
             lambda values: node.effect(command, values.__getitem__) or None,
             traits.reads(command, None),
             traits.makes(command, None),
-            spoil=self._answers(command.request) if hasattr(command, "request") else None,
+            spoil=self._answers(command.request) if traits.answers else None,
         )
 
     def _replay(self, lane: Lane, command: c.Replay) -> None:
