@@ -34,6 +34,7 @@ from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
 from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.collective_kinds import KINDS
 from ..runtime.protocol.errors import VerifyError
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
@@ -266,7 +267,8 @@ class SelfCheck:
         call = partial(_issue_collective, collective, session, async_op)
         if not self._chosen():
             return call()
-        why = _unrun() or ("a barrier has no values" if collective.kind == "barrier" else "")
+        kind = KINDS[collective.kind]
+        why = _unrun() or ("" if kind.values else f"a {kind.users_name} has no values")
         if why:
             self._skipped[why] += 1
             return call()
@@ -281,7 +283,7 @@ class SelfCheck:
         with plain_torch():
             expected = collected(collective, rows)
             terms = [x.double().abs().max() for row in rows for x in row if x.numel() and not x.is_complex()]
-        size = float(torch.stack(terms).nan_to_num().sum()) if terms and collective.kind.find("reduce") >= 0 else 0.0
+        size = float(torch.stack(terms).nan_to_num().sum()) if terms and kind.reduces else 0.0
         for node, part, got, wanted in zip(collective.group.nodes, collective.parts, outs, expected, strict=True):
             place = session.places.at(node)
             for i, (actual, right) in enumerate(zip(got, wanted, strict=True)):
