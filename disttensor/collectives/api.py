@@ -140,6 +140,7 @@ def all_reduce(
     poisoned on all nodes.
     """
     given: Any = tensors
+    # lists name a tensor for each node; on a mesh one tensor is all of them, and its groups are along dims
     if "over" in options or (isinstance(given, DistributedTensor) and isinstance(given._place, MeshPlace)):
         over_dims.no_options("all_reduce", group=group, is_leaf=is_leaf, **{**options, "over": None})
         over = options.get("over")
@@ -157,6 +158,7 @@ def _also_over(lists: Callable[..., Any], on_mesh: Callable[..., Any]) -> Callab
     @wraps(lists)
     def call(*args: Any, **kwargs: Any) -> Any:
         first: Any = args[0] if args else None
+        # lists name a tensor for each node; on a mesh one tensor is all of them, and its groups are along dims
         if "over" in kwargs or (isinstance(first, DistributedTensor) and isinstance(first._place, MeshPlace)):
             return on_mesh(*args, **kwargs)
         return lists(*args, **kwargs)

@@ -379,7 +379,7 @@ def nodes_of(tensors: Tensors, what: str) -> list[int]:
     if not places:
         raise ValueError(f"{what} takes at least one tensor")
     one_session(*places)
-    return [place.node for place in places]
+    return [place.one.node for place in places]
 
 
 def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:
@@ -416,7 +416,7 @@ def list_of(tensors: Any, node: int, group: Group, what: str) -> Tensors:
     if len(tensors) != len(group):
         raise ValueError(f"{what} has {len(tensors)} tensors, and the group {len(group)} nodes")
     for i, tensor in enumerate(tensors):
-        there = named(tensor, f"{what}, tensor {i},")._place.node
+        there = named(tensor, f"{what}, tensor {i},")._place.one.node
         if there != node:
             raise ValueError(f"{what}, tensor {i}, is on node {there}, not on node {node}")
     return tensors

@@ -58,6 +58,7 @@ def _dims(place: MeshPlace) -> str:
 def on_mesh(tensor: Any, what: str) -> MeshPlace:
     """Returns the place of a tensor on a mesh. Raises TypeError for anything else."""
     place = where_is(tensor)
+    # a node has no dims, and so no groups along them
     if not isinstance(place, MeshPlace):
         where = "a list" if isinstance(tensor, (list, tuple)) else "the script" if place is None else str(place)
         raise TypeError(f"{what} with over= takes a tensor on a mesh, and this is one on {where}")

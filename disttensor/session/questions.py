@@ -51,6 +51,7 @@ class Questions:
 
     def _ask(self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int) -> R:
         link = self._link
+        # a mesh's nodes are asked by one command, and have to give one reply
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)
         request = link.request(place.node, kind, due)

@@ -19,7 +19,7 @@ from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import ReduceOp
 from ..runtime.master.route import route
-from ..session.places import MeshPlace, Place
+from ..session.places import Place
 
 aten = torch.ops.aten
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -247,7 +247,4 @@ def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
     first = next((x for x in proxies if x.dim()), proxies[0] if proxies else None)
     if first is None:
         return None
-    held = first._h.meta.place
-    if isinstance(held, MeshPlace):
-        return held
-    return held.session.places.at(held.node, held.name)  # type: ignore[no-any-return]
+    return first._h.meta.place.origin  # type: ignore[no-any-return]

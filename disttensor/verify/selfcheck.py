@@ -66,6 +66,7 @@ _MESH = "each rank of a mesh has values of its own"
 
 
 def _is_on_mesh(tensor: Any) -> bool:
+    # local torch computes one result, and a mesh has one for each rank
     return isinstance(tensor, DistributedTensor) and isinstance(tensor._place, MeshPlace)
 
 
@@ -158,6 +159,7 @@ class SelfCheck:
             return call()
         place = place_of(args, kwargs, place)
         why = skipped(op, args, kwargs, composite) or ("" if place else "no operand is on a node")
+        # local torch computes one result, and a mesh has one for each rank
         why = why or (_MESH if isinstance(place, MeshPlace) else "")
         if why or place is None:
             self._skipped[why] += 1
@@ -204,6 +206,7 @@ class SelfCheck:
     ) -> DistributedTensor:
         if not self._chosen():
             return call()
+        # local torch computes one result, and a mesh has one for each rank
         if why := _unrun() or (_MESH if isinstance(place, MeshPlace) or _is_on_mesh(source) else ""):
             self._skipped[why] += 1
             return call()
@@ -392,13 +395,13 @@ class SelfCheck:
         tensors = [operand_name(x) for _, x in operands if isinstance(x, torch.Tensor)]
         raise VerifyError(
             f"{name}: a node's result is not that of local torch: {told}\n"
-            f"  computed: on node {place.node} {place.name} (host {hello.host}, pid {hello.pid})\n"
+            f"  computed: on node {place.one.node} {place.name} (host {hello.host}, pid {hello.pid})\n"
             f"  issued: {line}\n"
             f"  operands: {'; '.join(tensors[:8]) or 'none'}{' ...' if len(tensors) > 8 else ''}\n"
             "  to do: run this line by itself with verify=1.0. If it differs on another machine too, it is a defect of "
             "disttensor or of a kernel: report it with this text. If not, suspect this one's memory and processor",
             operator=name,
-            node=place.node,
+            node=place.one.node,
             line=line,
         )
 
