@@ -22,10 +22,10 @@ from ..runtime.channel import channel_names, get_channel, register_channel
 from ..runtime.channel.base import MASTER
 from ..runtime.channel.registry import why_unusable
 from ..runtime.collective import Way
-from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.contracts.data_channel import check_data_channel
 from ..runtime.process.spelling import shown
 from ..runtime.process.tables import columns
+from ..runtime.protocol.collective_kinds import ALGORITHMS
 from ..session import current
 from ..session.channel_router import COLLECTIVES, COPIES, OPS, SPANS, Rule
 from .traffic import reset_stats, stats

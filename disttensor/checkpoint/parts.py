@@ -10,13 +10,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from ..meshes.cut import Cuts, whole_shape
 from ..proxy.proxy import where_is
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace
 
 
 class Part(NamedTuple):
     """The part of a whole tensor that one node (None: the script) has: ``sizes`` entries from ``offsets`` on."""
 
-    place: Place | None
+    place: NodePlace | None
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -33,6 +33,7 @@ def parts_of(tensor: torch.Tensor, cuts: Cuts) -> list[Part]:
     padding. It may be nothing at all.
     """
     place = where_is(tensor)
+    # a mesh's ranks have a part each; a node, or the script, has the whole
     if not isinstance(place, MeshPlace):
         return [Part(place, (0,) * tensor.dim(), tuple(tensor.shape))]
     if not cuts:
@@ -43,7 +44,7 @@ def parts_of(tensor: torch.Tensor, cuts: Cuts) -> list[Part]:
     return [_part(member, shape, cuts, mine) for member, mine in zip(place.members, at, strict=True)]
 
 
-def _part(place: Place, shape: Sequence[int], cuts: Cuts, at: Sequence[int]) -> Part:
+def _part(place: NodePlace, shape: Sequence[int], cuts: Cuts, at: Sequence[int]) -> Part:
     starts, ends = [0] * len(shape), list(shape)
     for (cut, dim), coordinate in zip(cuts, at, strict=True):
         starts[dim] += coordinate * cut.share

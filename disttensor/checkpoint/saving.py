@@ -32,7 +32,7 @@ from ..runtime.node.checkpoint_files import Item, Shard, Written
 from ..runtime.process.gc_pause import no_collection
 from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace
 from ..session.session import Session
 from ..streams import Stream, current_stream, stream
 from ..tasks.calls import Calls, first_of
@@ -286,7 +286,7 @@ class _Job:
         place: Any = where_is(entry.value)
         self._same.append((name, place, where))
 
-    def _take_in(self, place: Place | None) -> Any:
+    def _take_in(self, place: NodePlace | None) -> Any:
         node = None if place is None else place.node
         if node not in self._places:
             self._places[node], self._values[node], self._items[node] = place, [], []

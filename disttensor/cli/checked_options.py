@@ -16,8 +16,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import msgspec
-
 from ..runtime.host import mpi_env, slurm_env
 from ..runtime.host.affinity import forwarded, gpus
 from ..runtime.host.interfaces import listening_as
@@ -25,9 +23,10 @@ from ..runtime.host.launch_spec import Host, LaunchSpec
 from ..runtime.host.output_options import Output
 from ..runtime.host.precedence import setting
 from ..runtime.host.private_files import make_private_folder
-from ..runtime.launch import registry
+from ..runtime.launch import LaunchMethod, registry
 from ..runtime.launch.hosts import parse_hosts, read_hostfile
-from ..runtime.launch.rendezvous.rendezvous import Rendezvous, of_slurm
+from ..runtime.launch.method import load
+from ..runtime.launch.rendezvous.rendezvous import Rendezvous
 from ..runtime.process.spelling import did_you_mean
 from ..runtime.protocol.channel_names import BUILTIN, names
 from .options import parser
@@ -44,8 +43,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.launcher = None if options.launcher == "auto" else options.launcher
     try:
         options.hosts = _hosts(options)
-        _check_hosts(options)
         _check_launcher(options.launcher)
+        _check_hosts(options)
+        method_of(options).check_options(text.partition("=")[0] for text in options.launcher_option)
         _check_script(options)
         _check_backend(options.backend)
         _check_process_group(options)
@@ -68,9 +68,19 @@ def _check_backend(name: str | None) -> None:
 
 
 def _check_launcher(name: str | None) -> None:
-    known = [*registry.launcher_names(), "nearby"]
-    if name is not None and name not in known:
-        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(known[:-1])}){did_you_mean(name, known)}")
+    """Raises ValueError for a launcher that dtrun knows nothing of, or whose nodes are threads of the script's."""
+    try:
+        known = name is None or not registry.launch_method(name).in_process
+    except ValueError:
+        known = False
+    if not known:
+        names = registry.launcher_names()
+        raise ValueError(f"--launcher {name} is unknown (known: {', '.join(names)}){did_you_mean(name, names)}")
+
+
+def method_of(options: argparse.Namespace) -> LaunchMethod:
+    """Returns the row of the launch method that these options name."""
+    return registry.launch_method(options.launcher or registry.automatic)
 
 
 def _hosts(options: argparse.Namespace) -> list[Host] | None:
@@ -93,34 +103,38 @@ def _check_hosts(options: argparse.Namespace) -> None:
         raise ValueError(f"--master-port {options.master_port}: a port is 65535 at most")
     most = options.nnodes[1]
     if options.hosts:
-        if options.launcher not in (None, "ssh", "nearby"):
+        if options.launcher is not None and method_of(options).hosts != "named":
             raise ValueError(
-                f"--hosts is for ssh; with --launcher {options.launcher} the hosts are known from elsewhere"
+                "--hosts is for launchers that the hosts are named to, such as ssh; with --launcher "
+                f"{options.launcher} the hosts are known from elsewhere"
             )
         if most > 1 and len(options.hosts) != most:
             raise ValueError(f"--nnodes {most} and {len(options.hosts)} hosts: leave --nnodes out")
         if options.node_rank is not None or options.master_addr is not None:
             raise ValueError("with --hosts dtrun reaches the hosts itself: leave --node-rank and --master-addr out")
-        options.launcher = options.launcher or "ssh"
-    elif options.launcher == "ssh":
-        raise ValueError("--launcher ssh needs --hosts a:4,b:4 or --hostfile")
+        options.launcher = options.launcher or registry.BY_HOSTS
+    elif method_of(options).hosts == "named" and method_of(options).starter:
+        raise ValueError(f"--launcher {options.launcher} needs --hosts a:4,b:4 or --hostfile")
     elif most > 1 and options.launcher is None:
-        options.launcher = "join"
+        options.launcher = registry.BY_JOINING
     elif options.launcher is None and not options.standalone:
         options.launcher = _around(options.backend)
-    if options.standalone and (most > 1 or options.launcher not in (None, "local")):
+    method = method_of(options)
+    if options.standalone and (most > 1 or method.hosts != "here"):
         raise ValueError("--standalone is this machine only: leave out what names others")
-    if options.launcher == "join":
+    if method.hosts == "joining":
         _check_rendezvous(options)
     elif options.connection_file:
         raise ValueError("--connection-file is for hosts that join: say how many there can be in all, as --nnodes 1:4")
     if options.node_rank is not None and options.node_rank >= most:
         raise ValueError(f"--node-rank {options.node_rank}: with --nnodes {most} ranks are 0 to {most - 1}")
-    if options.launcher not in ("ssh", "slurm", "ray") and options.python:
+    if options.python and not method.python:
         raise ValueError("--python is for hosts that dtrun reaches itself, by --hosts")
-    if options.launcher == "ray" and options.nnodes[0] != most:
-        raise ValueError("--nnodes MIN:MAX is for hosts that join; Ray is asked for all nodes at once")
-    if options.launcher != "ssh" and options.ssh_options:
+    if method.counted and options.nnodes[0] != most:
+        raise ValueError(
+            f"--nnodes MIN:MAX is for hosts that join; {method.name.capitalize()} is asked for all nodes at once"
+        )
+    if options.ssh_options and "ssh_options" not in (method.options or ()):
         raise ValueError("--ssh-options is for --hosts")
 
 
@@ -168,7 +182,7 @@ def _output(options: argparse.Namespace) -> Output:
 
 
 def _check_script(options: argparse.Namespace) -> None:
-    if options.launcher == "join" and options.node_rank:
+    if method_of(options).hosts == "joining" and options.node_rank:
         return  # a host that only joins; whatever script it is given runs on host 0
     if options.check:
         if not options.hosts:
@@ -181,7 +195,7 @@ def _check_script(options: argparse.Namespace) -> None:
     if options.no_python:
         if shutil.which(options.script) is None:
             raise ValueError(f"--no-python: there is no program {options.script!r}")
-        if options.launcher == "mpi":
+        if method_of(options).ranks_given:
             raise ValueError("--no-python: under mpiexec dtrun itself is the process that runs the script")
     elif not options.module and not os.path.isfile(options.script):
         raise ValueError(f"script {options.script!r} {_no_script(options.script)}")
@@ -207,7 +221,7 @@ def _check_process_group(options: argparse.Namespace) -> None:
     """Raises ValueError for options about a master beside --process-group, which has none."""
     if not options.process_group:
         return
-    if options.launcher == "mpi":
+    if method_of(options).ranks_given:
         raise ValueError("--process-group: under mpiexec each process already runs the script; leave dtrun out")
     for name in ("simulate_cuda", "backend"):
         if getattr(options, name) is not None:
@@ -223,16 +237,17 @@ def _check_process_group(options: argparse.Namespace) -> None:
 
 def spec_of(options: argparse.Namespace) -> LaunchSpec:
     """Returns the launch spec, for the launcher and for the script. Raises ValueError where options are missing."""
-    launcher = options.launcher or "local"
+    method = method_of(options)
     hosts, (least, most) = tuple(options.hosts or ()), options.nnodes
     slots = options.nodes or max(2, len(gpus()))
-    if launcher == "join":
+    joining = method.hosts == "joining"
+    if joining:
         hosts = (Host(socket.gethostname(), slots),)
     spec = LaunchSpec(
-        launcher,
+        method.name,
         hosts=hosts,
-        least=least * slots if launcher == "join" else 0,
-        most=most * slots if launcher in ("join", "ray") else 0,
+        least=least * slots if joining else 0,
+        most=most * slots if joining or method.counted else 0,
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),
         env=options.env,
@@ -240,19 +255,14 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
         silence=options.silence or LaunchSpec("").silence,
         options=_launcher_options(options),
         output=options.output,
-        folder="" if launcher == "local" else _folder(options),
+        folder="" if method.hosts == "here" else _folder(options),
     )
-    if launcher != "slurm":
+    if not method.complete:
         return spec
-    from ..runtime.launch.starters.slurm import spec_of_allocation, spec_of_step
-
-    if slurm_env.one_of_several() is not None:
-        spec = spec_of_step(spec)
-        if options.process_group:  # without a master this task, too, is a node
-            size = spec.most + 1
-            spec = msgspec.structs.replace(spec, hosts=(Host(socket.gethostname()),), least=size, most=size)
-        return spec
-    return spec_of_allocation(spec, per_host=options.nodes or 0, hosts=most if most > 1 else 0)
+    completed: LaunchSpec = load(method.complete)(
+        spec, options.nodes or 0, most if most > 1 else 0, options.process_group
+    )
+    return completed
 
 
 def sizes_of(options: argparse.Namespace, spec: LaunchSpec) -> tuple[int, int]:
@@ -262,13 +272,13 @@ def sizes_of(options: argparse.Namespace, spec: LaunchSpec) -> tuple[int, int]:
     """
     named = options.nodes or max(2, len(gpus()))
     given = spec.least or spec.slots or named
-    here = named if spec.launcher in ("local", "join") else 0
+    here = named if registry.launch_method(spec.launcher).hosts in ("here", "joining") else 0
     return 0 if options.process_group else given, here
 
 
 def _launcher_options(options: argparse.Namespace) -> dict[str, str]:
     own = dict(text.partition("=")[::2] for text in options.launcher_option)
-    if options.launcher == "join":
+    if method_of(options).hosts == "joining":
         own |= _rendezvous(options).options
     return {**own, "ssh_options": options.ssh_options} if options.ssh_options else own
 
@@ -283,13 +293,10 @@ def worker_options_of(options: argparse.Namespace) -> list[str] | None:
     """Returns the arguments of `dtrun worker` for a host that only lends nodes; None on the host that runs the
     script."""
     patience = ["--timeout", str(options.timeout)] if options.timeout else []
-    task = slurm_env.one_of_several() if options.launcher == "slurm" else None
-    if task is not None and task.rank:
-        rank, *local = of_slurm().assigned
-        # Slurm's places are counted without the master's task
-        place = [] if options.process_group else ["--local", *map(str, local)]
-        return ["--init-method", "slurm://", "--rank", str(rank), *place, *patience]
-    if options.launcher != "join" or not options.node_rank:
+    method = method_of(options)
+    if method.guest and (arguments := load(method.guest)(options.process_group)) is not None:
+        return [*arguments, *patience]
+    if method.hosts != "joining" or not options.node_rank:
         return None
     slots = options.nodes or max(2, len(gpus()))
     where = ["--master-addr", options.master_addr, "--master-port", str(options.master_port)]

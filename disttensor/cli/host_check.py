@@ -1,8 +1,8 @@
 """``dtrun --check --hosts a,b``: whether hosts can take part in a job, before one is started there.
 
-Each host is asked by ssh, as a job would do it, for its versions and its clock, and opens some ports for a moment,
-which the others try to reach; so does this host, as nodes connect to the script (host_probe.py is what runs there).
-Nobody who connects is told anything, and nothing that comes is read.
+Each host is asked by ssh, or by another command that leads there, as a job would do it, for its versions and its clock,
+and opens some ports for a moment, which the others try to reach; so does this host, as nodes connect to the script
+(host_probe.py is what runs there). Nobody who connects is told anything, and nothing that comes is read.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +24,8 @@ from ..runtime.host import versions
 from ..runtime.host.addresses import LOOPBACK, way_to
 from ..runtime.host.interfaces import addresses_of
 from ..runtime.host.launch_spec import Host, LaunchSpec
-from ..runtime.launch.starters.ssh import addresses_by_ssh, advice_of, differing, is_here, ssh_command
+from ..runtime.launch.registry import get_starter
+from ..runtime.launch.starters.command import CommandStarter, on_host
 from ..runtime.protocol.errors import ProtocolError
 from .host_probe import PROGRAM, REACH
 
@@ -70,16 +68,14 @@ def told_of(line: bytes) -> dict[str, Any]:
 class _Asked:
     """A host that is being asked: its process, and the lines that it has said."""
 
-    def __init__(self, host: Host, spec: LaunchSpec) -> None:
-        python = spec.python or sys.executable
-        path = os.environ.get("PYTHONPATH")
-        words = [*(["env", f"PYTHONPATH={path}"] if path else []), python, "-c", PROGRAM]
-        way = ["/bin/sh", "-c"] if is_here(host.name) else [*ssh_command(spec), "--", host.name]
-        command = [*way, "exec " + shlex.join(words)]
+    def __init__(self, host: Host, spec: LaunchSpec, starter: type[CommandStarter] | None) -> None:
+        """``starter`` leads to the host; None: it is this one."""
+        line = on_host(spec, "-c", PROGRAM)
+        command = ["/bin/sh", "-c", line] if starter is None else starter.reach(spec, host.name, line)
+        self._spec, self._starter = spec, starter
         self.found = Found(host.name)
         self.begun = time.time()
         self.answered = 0.0
-        self._python = python
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -119,9 +115,10 @@ class _Asked:
             code = self._process.wait()
             self._reader.join(1.0)
             lines = self._errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
-            advice = advice_of(self.found.host, lines)
+            way, name = self._starter or CommandStarter, self.found.host
+            advice = way.advice(name, lines)
             self.found.problems.append(
-                differing(self.found.host, lines, self._python) or lines[-1] + (f": {advice}" if advice else "")
+                way.differing(self._spec, name, lines) or lines[-1] + (f": {advice}" if advice else "")
             )
         return None
 
@@ -179,14 +176,23 @@ def check_hosts(spec: LaunchSpec, patience: float, trusted: bool = False) -> lis
     """Asks all hosts of a launch spec at once, and returns what was found. ``trusted``: tensors cross the network in
     clear.
 
-    Raises StartError without an ssh, ValueError for an interface that is not this host's.
+    Raises StartError without an ssh, ValueError for an interface that is not this host's, and for a launcher that
+    reaches no host by a command.
     """
+    starter = get_starter(spec)
+    if not issubclass(starter, CommandStarter):
+        raise ValueError(
+            f"--check asks hosts by the command that leads to them, and --launcher {spec.launcher} has none"
+        )
     mine = versions.own()
-    others = [host.name for host in spec.hosts if not is_here(host.name)]
-    addresses = dict(zip(others, addresses_by_ssh(spec), strict=True))
-    named = [_Asked(host, spec) for host in spec.hosts]
-    script = [each for each in named if is_here(each.found.host)][:1]
-    asked = [*named, *([] if script else [_Asked(Host("localhost", 1), msgspec.structs.replace(spec, python=""))])]
+    addresses = starter.addresses(spec)
+    others = list(addresses)
+    named = [_Asked(host, spec, starter) for host in spec.hosts]
+    script = [each for each in named if starter.is_here(each.found.host)][:1]
+    asked = [
+        *named,
+        *([] if script else [_Asked(Host("localhost", 1), msgspec.structs.replace(spec, python=""), None)]),
+    ]
     here = script[0] if script else asked[-1]
     try:
         deadline = time.monotonic() + patience

@@ -31,14 +31,14 @@ from ..runtime.host import descriptors, mpi_env
 from ..runtime.host.affinity import gpus
 from ..runtime.host.launch_spec import PLAN, LaunchSpec, text_of
 from ..runtime.host.precedence import for_script, setting
-from ..runtime.launch import registry
+from ..runtime.launch import LaunchMethod, registry
 from ..runtime.launch.tree.control import Stop
 from ..runtime.launch.tree.framed import frame
 from ..runtime.launch.tree.spawn import LAUNCHER_FD, spawn_root, spawn_server, was_taken
 from ..runtime.process.lifetime import adopt_orphans, die_with_parent, end_children, wait_any
 from ..runtime.protocol.errors import StartError
 from ..torch_backend import at_import
-from .checked_options import parse, program_of, sizes_of, spec_of, worker_options_of
+from .checked_options import method_of, parse, program_of, sizes_of, spec_of, worker_options_of
 
 #: Seconds in which the processes that a script leaves behind may end by themselves. The fork server needs one.
 _PATIENCE = 2.0
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
     except SystemExit as e:
         return int(e.code or 0)
-    if options.launcher == "mpi":
+    method = method_of(options)
+    if method.ranks_given:
         return _run_by_mpi(options)
     if (guest := worker_options_of(options)) is not None:
         os.environ.update(options.env)
@@ -78,22 +79,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_everywhere(options, spec)
     environment = os.environ | for_script(options, spec) | {PLAN: text_of(spec)}
     environment.pop(LAUNCHER_FD, None)  # set by a dtrun around this one
-    if spec.launcher == "local":
+    spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]] | None = None
+    if method.fork_server:
         spawn = partial(spawn_server, tied=True, output=options.output, environment=os.environ | spec.env)
-    else:
+    elif method.starter:
         spawn = partial(spawn_root, spec, tied=True)
     try:
         code = _run(
-            program_of(options), environment, spawn, _patience(spec), "" if options.no_python else options.script
-        )
+            program_of(options), environment, spawn, _patience(method, spec),
+            "" if options.no_python else options.script,
+        )  # fmt: skip
     except StartError as e:
         print(f"dtrun: error: {e}", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
 
 
-def _patience(spec: LaunchSpec) -> float:
-    if spec.launcher == "local":
+def _patience(method: LaunchMethod, spec: LaunchSpec) -> float:
+    if not method.starter:
         return 0.0
     return _LINGER if "all_come" in spec.options else _ROOTS_END
 
@@ -148,8 +151,8 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         serve(world, options.output)
     from ..runtime.launch.starters.mpi import lead
 
-    os.environ.update(for_script(options, LaunchSpec("mpi")))
-    registry.automatic = "mpi"
+    os.environ.update(for_script(options, LaunchSpec(options.launcher)))
+    registry.automatic = options.launcher
     code, used = lead(lambda: _run_here(options))
     if code == 0 and not used:
         _say_unused(options.script)
@@ -184,13 +187,14 @@ def _run_here(options: argparse.Namespace) -> int:
 def _run(
     program: list[str],
     environment: dict[str, str],
-    spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]],
+    spawn: Callable[[], tuple[socket.socket, subprocess.Popen[bytes]]] | None,
     patience: float = 0.0,
     name: str = "",
 ) -> int:
     """Runs the script and returns its return code, as subprocess counts it. No process is left when this returns.
 
-    ``spawn`` starts the fork server or the root, which after the script has ``patience`` seconds to end by itself.
+    ``spawn`` starts the fork server or the root, which after the script has ``patience`` seconds to end by itself; None
+    where the script's launcher needs neither.
     ``name``: the script's name, for the message to a script that has not used its nodes; "" for no message.
     """
     forwarded = {s for s in _FORWARDED if signal.getsignal(s) is not signal.SIG_IGN}  # as after nohup
@@ -205,26 +209,29 @@ def _run(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
-        control, server = spawn()
-        with control:
-            fd = control.fileno()
+        control, server = spawn() if spawn is not None else (None, None)
+        with control or contextlib.nullcontext():
+            fds = () if control is None else (control.fileno(),)
+            if control is not None:
+                environment = {**environment, LAUNCHER_FD: str(control.fileno())}
             try:
-                script = subprocess.Popen(
-                    program, env={**environment, LAUNCHER_FD: str(fd)}, pass_fds=(fd,), preexec_fn=settle
-                )
+                script = subprocess.Popen(program, env=environment, pass_fds=fds, preexec_fn=settle)
             except OSError as e:
                 raise StartError(f"{program[0]!r} cannot be run: {e.strerror}") from e
             code = _watch(script, forwarded)
-            if name and code == 0 and not was_taken(control):
-                _say_unused(name)
-            if code >= 0:  # it ended by itself, which the end of a socket does not show
-                with contextlib.suppress(OSError):
-                    control.sendall(frame(Stop(0.0)))
-        wait_any([server.pid], patience)
+            if control is not None:
+                if name and code == 0 and not was_taken(control):
+                    _say_unused(name)
+                if code >= 0:  # it ended by itself, which the end of a socket does not show
+                    with contextlib.suppress(OSError):
+                        control.sendall(frame(Stop(0.0)))
+        if server is not None:
+            wait_any([server.pid], patience)
     finally:
         end_children(_PATIENCE)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    server.poll()  # only tells the object that its process was reaped
+    if server is not None:
+        server.poll()  # only tells the object that its process was reaped
     return code
 
 

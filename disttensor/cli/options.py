@@ -160,8 +160,8 @@ def parser() -> Parser:
     which.add_argument("--hostfile", metavar="FILE", help="the same in a file as mpirun has: `a slots=4` or `a:4`")
     both(
         hosts, "--launcher", metavar="NAME", default="auto",
-        help="where nodes come from: local, ssh, join, slurm, mpi, ray (default: ssh with --hosts, join with --nnodes, "
-        "slurm or mpi where one of these has started dtrun, else local)",
+        help="where nodes come from: local, ssh, join, slurm, mpi, ray, or what a package brings (default: ssh with "
+        "--hosts, join with --nnodes, slurm or mpi where one of these has started dtrun, else local)",
     )  # fmt: skip
     both(
         hosts, "--launcher-option", metavar="NAME=VALUE", action="append", type=_variable, default=[],

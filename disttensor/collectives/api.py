@@ -60,13 +60,23 @@ def all_reduce(
 
 @overload
 def all_reduce(
-    tensors: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: Literal[False] = False, over: str | Sequence[str]
+    tensors: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    *,
+    async_op: Literal[False] = False,
+    over: str | Sequence[str],
+    algorithm: Algorithm = None,
 ) -> DistributedTensor: ...
 
 
 @overload
 def all_reduce(
-    tensors: torch.Tensor, op: Reduction = ReduceOp.SUM, *, async_op: Literal[True], over: str | Sequence[str]
+    tensors: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    *,
+    async_op: Literal[True],
+    over: str | Sequence[str],
+    algorithm: Algorithm = None,
 ) -> Work[DistributedTensor]: ...
 
 
@@ -130,11 +140,11 @@ def all_reduce(
     poisoned on all nodes.
     """
     given: Any = tensors
+    # lists name a tensor for each node; on a mesh one tensor is all of them, and its groups are along dims
     if "over" in options or (isinstance(given, DistributedTensor) and isinstance(given._place, MeshPlace)):
-        over_dims.no_options(
-            "all_reduce", group=group, is_leaf=is_leaf, algorithm=algorithm, **{**options, "over": None}
-        )
-        return over_dims.all_reduce(given, op, options.get("over"), async_op)  # type: ignore[no-any-return]
+        over_dims.no_options("all_reduce", group=group, is_leaf=is_leaf, **{**options, "over": None})
+        over = options.get("over")
+        return over_dims.all_reduce(given, op, over, async_op, algorithm)  # type: ignore[no-any-return]
     if callable(op) and not isinstance(getattr(op, "name", None), str):  # torch's have a name, and can be called, too
         if async_op or options:
             raise TypeError("all_reduce by a function takes no async_op, out or transport")
@@ -148,6 +158,7 @@ def _also_over(lists: Callable[..., Any], on_mesh: Callable[..., Any]) -> Callab
     @wraps(lists)
     def call(*args: Any, **kwargs: Any) -> Any:
         first: Any = args[0] if args else None
+        # lists name a tensor for each node; on a mesh one tensor is all of them, and its groups are along dims
         if "over" in kwargs or (isinstance(first, DistributedTensor) and isinstance(first._place, MeshPlace)):
             return on_mesh(*args, **kwargs)
         return lists(*args, **kwargs)

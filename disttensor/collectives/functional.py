@@ -89,7 +89,7 @@ def scatter(tensors: Tensors, group: Group) -> list[torch.Tensor]:
     ``tensors`` are all on one node of the group, one for each of its nodes, of one dtype; they may differ in shape.
     """
     group = given_group(group, "scatter")
-    list_of(tensors, named(tensors[0], "scatter: tensor 0")._place.node, group, "scatter: the list")
+    list_of(tensors, named(tensors[0], "scatter: tensor 0")._place.one.node, group, "scatter: the list")
     return list(_apply(_Scatter, group, *tensors))
 
 
@@ -170,7 +170,7 @@ class _Reduce(torch.autograd.Function):
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, x: Any) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.node, places = group, x._place.node, x._place.session.places
+        ctx.group, ctx.node, places = group, x._place.one.node, x._place.session.places
         outs = tuple(
             x.clone(memory_format=torch.contiguous_format)
             if node == ctx.node
@@ -215,7 +215,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, *xs: Any) -> tuple[torch.Tensor, ...]:
         place = xs[0]._place
-        ctx.group, ctx.node = group, place.node
+        ctx.group, ctx.node = group, place.one.node
         outs = tuple(
             torch.empty(x.shape, dtype=x.dtype, device=place.session.places.at(node, place.name).device)
             for node, x in zip(group, xs, strict=True)

@@ -263,7 +263,7 @@ def new_group(nodes: Iterable[int] | None = None, name: str = "") -> Group:
     if isinstance(nodes, str) or not (nodes is None or isinstance(nodes, Iterable)):
         raise TypeError(f"a group is made of a list of nodes, such as [0, 1], not of {shown(nodes)}")
     numbers = range(len(session.nodes))
-    chosen = tuple(numbers) if nodes is None else tuple(session.places.at(node).node for node in nodes)
+    chosen = tuple(numbers) if nodes is None else tuple(session.places.at(node).one.node for node in nodes)
     if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(f"a group has at least one node, and each once: {list(chosen)}")
     return Group(chosen, name)

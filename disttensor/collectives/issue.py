@@ -19,17 +19,17 @@ from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, local_name
 from ..runtime.channel.base import Arrival, DataChannel, Transfer
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
-from ..runtime.collective.algorithm_table import ALGORITHMS
 from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.collective_kinds import KINDS
 from ..runtime.protocol.errors import NodeLost
 from ..session.current import session as current_session
 from ..session.current import session_of
-from ..session.places import one_session
+from ..session.places import MeshPlace, one_session
 from ..session.session import Session
 from .groups import Group, Split, given_group
 from .unused import Untaken
@@ -54,11 +54,15 @@ class Part:
 
 @dataclass
 class CollectiveCall:
-    """One collective to issue. ``root``: the rank in the group of its source or destination, or the shift of
-    ``sendreceive``. ``parts``: one per node, in the group's order."""
+    """One collective to issue: of a group, whose nodes have a part each, or of all groups along dims of a mesh, whose
+    nodes have one part in common.
 
-    kind: str
-    group: Group
+    ``root``: the rank in the group of its source or destination, or the shift of ``sendreceive``. ``parts``: one per
+    node, in the group's order; of a mesh one, of tensors there.
+    """
+
+    kind: str  #: the name of its row in KINDS
+    group: Group  #: of several along dims of a mesh that one which may be on several hosts, where any is
     parts: list[Part]
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
@@ -67,37 +71,50 @@ class CollectiveCall:
     dtype: torch.dtype = torch.uint8
     value: Any = field(default=None)  #: the result of its Work
     shares: tuple[int, ...] = ()  #: where not every node has one tensor: the command's field of this name
+    place: MeshPlace | None = None  #: the mesh, where it is over dims of one
+    groups: tuple[tuple[int, ...], ...] = ()  #: the nodes of all groups along these dims, where there are several
 
     def issue(self, session: Session, async_op: bool) -> CollectiveWork | None:
         """Queues the commands of all nodes and returns at once: a Work if ``async_op``, else None.
 
-        Raises NodeLost, GraphError for an asynchronous collective while a graph is recorded.
+        Raises NodeLost, ValueError for an algorithm that does not exist, GraphError for an asynchronous collective
+        while a graph is recorded.
         """
+        site = here(3)
+        ended = self.queue(session, async_op, site)
+        if not async_op:
+            return None
+        work = CollectiveWork(session, ended, f"{self.kind} of {self.group}", lambda: self.value)
+        return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
+
+    def queue(self, session: Session, async_op: bool, site: Site | None) -> list[tuple[int, Transfer]]:
+        """Queues the commands of all nodes; of an asynchronous collective returns each node, with the transfer that
+        tells that it has done its part. Raises as ``issue``."""
         if async_op:
             waits("a collective with async_op=True")
         if self.transport is not None:
             check_transport(self.transport, self.kind)
         if late_warnings.pending:
             late_warnings.give()
-        site = here(3)
         channel = self._channel(session, async_op) if session.router.rules or session.router.automatic else 0
         way, number = self._way(session.router.data[channel]), session.transfers.new_loose()
-        ended: list[tuple[int, Transfer, int]] = []
-        for node in self.group.nodes if async_op else ():
+        nodes = self.group.nodes if self.place is None else self.place.ranks
+        if self.place is not None:
+            session.link.check(self.place.outbox)
+        ended: list[tuple[int, Transfer]] = []
+        done = session.transfers.new_loose() if async_op else 0
+        for node in nodes if async_op else ():
             session.link.check(session.nodes[node].outbox)
-            done = session.transfers.new_loose()
-            ended.append((node, session.channel.irecv(_NOTHING, node, done), done))
-        commands = []
-        hosts = numbered(self.group.parts or hosts_of(session, self.group.nodes))
-        for i, (node, part) in enumerate(zip(self.group.nodes, self.parts, strict=True)):
-            tensors = (*part.inputs, *part.outs)
-            command = c.Collective(
+            ended.append((node, session.channel.irecv(_NOTHING, node, done)))
+        hosts = () if self.groups else numbered(self.group.parts or hosts_of(session, self.group.nodes))
+        commands = [
+            c.Collective(
                 kind=self.kind,
                 transfer=number,
                 ranks=self.group.nodes,
                 inputs=tuple(map(_ref, part.inputs)),
                 outs=tuple(map(_ref, part.outs)),
-                lengths=tuple(tensor.numel() for tensor in tensors),
+                lengths=tuple(tensor.numel() for tensor in (*part.inputs, *part.outs)),
                 dtype=codec.dtype_id(self.dtype),
                 op=int(self.op),
                 root=self.root,
@@ -106,21 +123,24 @@ class CollectiveCall:
                 chunk=way.chunk,
                 carry=-1 if self.transport is None else codec.dtype_id(self.transport),
                 hosts=hosts,
-                done=ended[i][2] if ended else 0,
+                done=done,
                 channel=channel,
                 shares=self.shares,
+                groups=self.groups,
             )
-            commands.append((node, command, site))
-        small = sum(commands[0][1].lengths) * self.dtype.itemsize <= SMALL
-        session.link.sender.together(commands, hurry=not small)
+            for part in self.parts
+        ]
+        if self.place is None:
+            small = sum(commands[0].lengths) * self.dtype.itemsize <= SMALL
+            session.link.sender.together(
+                [(node, command, site) for node, command in zip(nodes, commands, strict=True)], hurry=not small
+            )
+        elif self.place.outbox.add(commands[0], site) or async_op:
+            session.flush(self.place.outbox)
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)
-        if not async_op:
-            return None
-        text = f"{self.kind} of {self.group}"
-        work = CollectiveWork(session, [(node, transfer) for node, transfer, _ in ended], text, lambda: self.value)
-        return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
+        return ended
 
     def _channel(self, session: Session, async_op: bool) -> int:
         """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
@@ -129,12 +149,17 @@ class CollectiveCall:
         places = [named(tensor, self.kind)._place for tensor in tensors]
         cuda = places and all([place.is_cuda() for place in places])
         numel = max(max(_numel(part.inputs), _numel(part.outs)) for part in self.parts)
-        kind, device = "sendreceive" if self.kind == "shift" else self.kind, "cuda" if cuda else "cpu"
-        what = (kind, device, numel * self.dtype.itemsize, self.group.nodes, async_op)
+        what = (
+            KINDS[self.kind].users_name,
+            "cuda" if cuda else "cpu",
+            numel * self.dtype.itemsize,
+            self.group.nodes,
+            async_op,
+        )
         if self.algorithm is None:
             self.algorithm = session.router.way(*what)
         selected = session.router.selected(*what)
-        if selected is None and cuda and session.router.automatic and self.algorithm is None:
+        if selected is None and cuda and session.router.automatic and self.algorithm is None and self.place is None:
             best = session.router.best(set(places))
             return best if self._native(session.router.data[best]) else 0
         return selected or 0
@@ -150,10 +175,11 @@ class CollectiveCall:
                 f"the channel {channel.name!r} has no {self.kind} of its own for {self.dtype} and these "
                 "operands; leave algorithm= out"
             )
-        known = ALGORITHMS.get(self.kind, ())
+        known = KINDS[self.kind].algorithms
         if way.algorithm and way.algorithm not in known:
             raise ValueError(
-                f"{self.kind} has no algorithm {shown(way.algorithm)}; it has {', '.join(known) or 'one only'}"
+                f"{KINDS[self.kind].users_name} has no algorithm {shown(way.algorithm)}; "
+                f"it has {', '.join(known) or 'one only'}"
             )
         return way
 
@@ -162,7 +188,7 @@ class CollectiveCall:
         tensors only."""
         if not channel.capabilities.collectives or len(self.group) == 1 or self.transport is not None:
             return False
-        if self.shares or self.group.parts:
+        if self.shares or self.group.parts or len({len(group) for group in self.groups}) > 1:
             return False
         tensors = [tensor for part in self.parts for tensor in (*part.inputs, *part.outs)]
         devices = {named(tensor, self.kind)._place.kernels for tensor in tensors} or {"cpu"}
@@ -353,7 +379,7 @@ def nodes_of(tensors: Tensors, what: str) -> list[int]:
     if not places:
         raise ValueError(f"{what} takes at least one tensor")
     one_session(*places)
-    return [place.node for place in places]
+    return [place.one.node for place in places]
 
 
 def alike(tensors: Tensors, what: str, shapes: bool = True) -> torch.dtype:
@@ -390,7 +416,7 @@ def list_of(tensors: Any, node: int, group: Group, what: str) -> Tensors:
     if len(tensors) != len(group):
         raise ValueError(f"{what} has {len(tensors)} tensors, and the group {len(group)} nodes")
     for i, tensor in enumerate(tensors):
-        there = named(tensor, f"{what}, tensor {i},")._place.node
+        there = named(tensor, f"{what}, tensor {i},")._place.one.node
         if there != node:
             raise ValueError(f"{what}, tensor {i}, is on node {there}, not on node {node}")
     return tensors

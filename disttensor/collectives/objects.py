@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors.argument_checks import spelled
 from ..proxy.proxy import DistributedTensor
 from ..session.current import session as current_session
-from ..session.places import Place
+from ..session.places import NodePlace
 from . import functional
 from .groups import Group, given_group, new_group
 
@@ -67,12 +67,12 @@ def all_gather_object(objs: Sequence[Any], group: Group | None = None) -> list[l
     return [list(row) for row in zip(*(broadcast_object(obj, group) for obj in objs), strict=True)]
 
 
-def copies(tensor: Any, places: Sequence[Place]) -> list[Any]:
+def copies(tensor: Any, places: Sequence[NodePlace]) -> list[Any]:
     """Returns copies of a tensor on a node, one at each of ``places``."""
     mine = tensor._place
     if len({mine.name, *(place.name for place in places)}) > 1:  # to devices of other names: one by one
         return [tensor.to(place.device, copy=True) for place in places]
-    nodes = new_group(dict.fromkeys([mine.node, *(place.node for place in places)]))
+    nodes = new_group(dict.fromkeys([mine.one.node, *(place.node for place in places)]))
     by_node = dict(zip(nodes, functional.broadcast(tensor, nodes), strict=True))
     return [by_node[p.node].clone() if p in places[:i] else by_node[p.node] for i, p in enumerate(places)]
 

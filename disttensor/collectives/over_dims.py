@@ -2,7 +2,7 @@
 
 They take a tensor on a mesh and names of dims, return a new tensor, and have gradients: those of the sum of all ranks'
 results. With ``_`` they write the tensor. With ``async_op`` they give a Work in place of the tensor, and what comes
-next on the nodes does not wait.
+next on the nodes does not wait. ``algorithm`` is that of the collective itself; its gradient's is chosen as ever.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ import torch
 from ..dispatch import seen_at
 from ..dispatch.call_site import here
 from ..dispatch.copies import sums_groups
-from ..dispatch.lazy_views import materialise
-from ..errors import late_warnings
 from ..errors.argument_checks import spelled, whole_number
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, where_is
 from ..runtime.channel.base import Transfer
-from ..runtime.collective import ReduceOp
-from ..runtime.master.route import Route, route, waits
-from ..runtime.protocol import codec
-from ..runtime.protocol import commands as c
+from ..runtime.collective import ReduceOp, Way
+from ..runtime.master.route import Route, route
 from ..session.current import session_of
 from ..session.places import MeshPlace
-from .issue import CollectiveWork, Reduction, check_transport, hosts_of, numbered, op_of, read, written
+from .groups import Group
+from .issue import CollectiveCall, CollectiveWork, Part, Reduction, check_transport, hosts_of, op_of, read, written
 from .unused import watch
 
 #: A dim's name, or several: their ranks together are the groups.
 Over = str | Sequence[str]
+Algorithm = str | Way | None
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -60,6 +58,7 @@ def _dims(place: MeshPlace) -> str:
 def on_mesh(tensor: Any, what: str) -> MeshPlace:
     """Returns the place of a tensor on a mesh. Raises TypeError for anything else."""
     place = where_is(tensor)
+    # a node has no dims, and so no groups along them
     if not isinstance(place, MeshPlace):
         where = "a list" if isinstance(tensor, (list, tuple)) else "the script" if place is None else str(place)
         raise TypeError(f"{what} with over= takes a tensor on a mesh, and this is one on {where}")
@@ -85,6 +84,7 @@ class _Call:
     root: int = 0
     async_op: bool = False
     transport: torch.dtype | None = None  #: in which floats of more bits travel
+    algorithm: str | Way | None = None  #: None: what dt.channels.select says, else by size
     ended: list[tuple[int, Transfer]] = field(default_factory=list)  #: of an asynchronous one: what tells of its end
 
     @property
@@ -93,41 +93,16 @@ class _Call:
 
     def issue(self, kind: str, inputs: Sequence[Any], outs: Sequence[Any]) -> None:
         """Queues the collective for all nodes of the mesh, once."""
-        if late_warnings.pending:
-            late_warnings.give()
         place: MeshPlace = inputs[0]._place
-        site, session = here(3), session_of(place)
-        session.link.check(place.outbox)
+        session = session_of(place)
         ranks = tuple(tuple(place.ranks[i] for i in group) for group in self.groups)
-        tensors = (*inputs, *outs)
-        done = 0
-        if self.async_op:
-            waits("a collective with async_op=True")
-            done = session.transfers.new_loose()
-            for rank in place.ranks:
-                self.ended.append((rank, session.channel.irecv(torch.empty(0, dtype=torch.uint8), rank, done)))
-        command = c.Collective(
-            kind=kind,
-            transfer=session.transfers.new_loose(),
-            ranks=ranks[0],
-            inputs=tuple(x._h.ref or materialise(x._h) for x in inputs),
-            outs=tuple(x._h.ref or materialise(x._h) for x in outs),
-            lengths=tuple(x.numel() for x in tensors),
-            dtype=codec.dtype_id(tensors[0].dtype),
-            op=int(self.op),
-            root=self.root,
-            algorithm="",
-            base=0,
-            chunk=0,
-            carry=-1 if self.transport is None else codec.dtype_id(self.transport),
-            hosts=numbered(hosts_of(session, ranks[0])) if len(ranks) == 1 else (),
-            done=done,
-            groups=ranks if len(ranks) > 1 else (),
-        )
-        if place.outbox.add(command, site) or self.async_op:
-            session.flush(place.outbox)
-        for x in outs:
-            torch.autograd.graph.increment_version(x)
+        # a channel, or an algorithm, is selected for all groups at once: for the one that has most ways to go
+        widest = max(ranks, key=lambda nodes: len(set(hosts_of(session, nodes)))) if session.router.rules else ranks[0]
+        collective = CollectiveCall(
+            kind, Group(widest), [Part(inputs, outs)], self.op, self.root, self.algorithm, self.transport,
+            inputs[0].dtype, place=place, groups=ranks if len(ranks) > 1 else (),
+        )  # fmt: skip
+        self.ended = collective.queue(session, self.async_op, here(3))
 
     def ready(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what the nodes send of a tensor: contiguous, and of an asynchronous collective a copy, as what comes
@@ -189,10 +164,10 @@ def _check_gradient(x: torch.Tensor, op: ReduceOp) -> None:
 # ---- all_reduce ------------------------------------------------------------------------------------------------------
 
 
-def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False) -> Any:
+def all_reduce(x: Any, op: Any, over: Over | None, async_op: bool = False, algorithm: Algorithm = None) -> Any:
     """Returns the reduction over dims: on each rank that of its group."""
     place = on_mesh(x, "all_reduce")
-    call = _Call(groups(place, over, "all_reduce"), op_of(op, x.dtype), async_op=async_op)
+    call = _Call(groups(place, over, "all_reduce"), op_of(op, x.dtype), async_op=async_op, algorithm=algorithm)
     _check_gradient(x, call.op)
     out = _apply(_AllReduce, x, call)
     return call.new("all_reduce", place, over, lambda: out)
@@ -205,6 +180,8 @@ def all_reduce_(
     over: Over | None = None,
     async_op: bool = False,
     transport: torch.dtype | None = None,
+    *,
+    algorithm: Algorithm = None,
 ) -> DistributedTensor | Work[DistributedTensor]:
     """Writes the reduction over dims of a mesh into a tensor there, and returns it. Returns at once.
 
@@ -215,24 +192,33 @@ def all_reduce_(
         async_op: return a Work, whose ``result()`` is the tensor. Later operations on the nodes then run beside the
             collective, unless they use the tensor.
         transport: torch.bfloat16 or torch.float16, as which floats of more bits travel. They lose precision.
+        algorithm: as for ``all_reduce``.
 
     Raises TypeError for another tensor, a dtype that ``op`` does not take, a ``transport`` that is no dtype of floats,
     or no dim; ValueError for an unknown dim, or a tensor that is not contiguous with ``async_op``; RuntimeError for a
     tensor that requires a gradient, or another view of what a collective is writing (with ``async_op`` a later use of
     another view of ``x`` before ``wait()`` raises that); GraphError for an asynchronous one while a graph is recorded.
     """
-    work = reduced_in_place(x, op, over, async_op, transport)
+    work = reduced_in_place(x, op, over, async_op, transport, algorithm)
     return work.guarding([x], here()) if async_op else work  # type: ignore[no-any-return]
 
 
 def reduced_in_place(
-    x: DistributedTensor, op: Any, over: Over | None, async_op: bool = False, transport: torch.dtype | None = None
+    x: DistributedTensor,
+    op: Any,
+    over: Over | None,
+    async_op: bool = False,
+    transport: torch.dtype | None = None,
+    algorithm: Algorithm = None,
 ) -> Any:
     """Does what ``all_reduce_`` does, for callers that use no other view of ``x`` before they have waited."""
     place = on_mesh(x, "all_reduce_")
     if transport is not None:
         check_transport(transport, "all_reduce_")
-    call = _Call(groups(place, over, "all_reduce_"), op_of(op, x.dtype), async_op=async_op, transport=transport)
+    call = _Call(
+        groups(place, over, "all_reduce_"), op_of(op, x.dtype), async_op=async_op, transport=transport,
+        algorithm=algorithm,
+    )  # fmt: skip
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("all_reduce_ writes its tensor, which requires a gradient; all_reduce gives a new one")
     written(x)
@@ -281,7 +267,7 @@ class _AllReduce(torch.autograd.Function):
 
 @spelled
 def all_gather(
-    x: DistributedTensor, over: str, dim: int = 0, async_op: bool = False
+    x: DistributedTensor, over: str, dim: int = 0, async_op: bool = False, *, algorithm: Algorithm = None
 ) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the tensors of all ranks along a dim of the mesh, joined in dimension ``dim``, on each of them. Returns
     at once, with ``async_op`` a Work that gives the tensor; the gradient is a reduce_scatter.
@@ -290,7 +276,7 @@ def all_gather(
     for an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "all_gather")
-    call = _Call(groups(place, over, "all_gather"), async_op=async_op)
+    call = _Call(groups(place, over, "all_gather"), async_op=async_op, algorithm=algorithm)
     dim = _divided("all_gather", x, dim, 1)
     parts = _apply(_Gather, x, call)
     return call.new("all_gather", place, over, lambda: torch.cat(parts, dim))  # type: ignore[no-any-return]
@@ -298,7 +284,13 @@ def all_gather(
 
 @spelled
 def reduce_scatter(
-    x: DistributedTensor, op: Reduction = ReduceOp.SUM, over: str = "", dim: int = 0, async_op: bool = False
+    x: DistributedTensor,
+    op: Reduction = ReduceOp.SUM,
+    over: str = "",
+    dim: int = 0,
+    async_op: bool = False,
+    *,
+    algorithm: Algorithm = None,
 ) -> DistributedTensor | Work[DistributedTensor]:
     """Returns a part of the reduction over a dim of the mesh: dimension ``dim`` is cut among its ranks. Returns at
     once, with ``async_op`` a Work that gives the tensor; the gradient is an all_gather.
@@ -308,7 +300,7 @@ def reduce_scatter(
     an asynchronous one while a graph is recorded.
     """
     place = on_mesh(x, "reduce_scatter")
-    call = _Call(groups(place, over, "reduce_scatter"), op_of(op, x.dtype), async_op=async_op)
+    call = _Call(groups(place, over, "reduce_scatter"), op_of(op, x.dtype), async_op=async_op, algorithm=algorithm)
     _check_gradient(x, call.op)
     dim = _divided("reduce_scatter", x, dim, call.size)
     part = _apply(_Scatter, call, *_pieces(x, dim, call.size))
@@ -351,7 +343,7 @@ def permute_ranks(
 
 @spelled
 def broadcast(
-    x: DistributedTensor, over: str, src: int = 0, async_op: bool = False
+    x: DistributedTensor, over: str, src: int = 0, async_op: bool = False, *, algorithm: Algorithm = None
 ) -> DistributedTensor | Work[DistributedTensor]:
     """Returns the tensor of one rank along a dim of the mesh, on all of them. Returns at once, with ``async_op`` a Work
     that gives the tensor; the gradient is the sum of theirs, on that rank, and zero on the others.
@@ -363,7 +355,7 @@ def broadcast(
     found = groups(place, over, "broadcast")
     if not 0 <= src < len(found[0]):
         raise ValueError(f"broadcast: src={src} is not along {over!r} of {place}: it has 0 to {len(found[0]) - 1}")
-    call = _Call(found, root=src, async_op=async_op)
+    call = _Call(found, root=src, async_op=async_op, algorithm=algorithm)
     out = _apply(_Broadcast, x, call)
     return call.new("broadcast", place, over, lambda: out)  # type: ignore[no-any-return]
 

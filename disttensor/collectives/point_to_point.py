@@ -117,9 +117,10 @@ def _messages(ops: Sequence[P2POp]) -> list[_Message]:
         if not isinstance(op, P2POp):
             raise TypeError(f"batch_isend_irecv takes P2POps; op {i} is a {type(op).__name__}")
         place = named(op.tensor, f"P2POp {i}: its tensor")._place
+        # a message has one sender and one receiver
         if isinstance(place, MeshPlace):
             raise ValueError(f"P2POp {i}: its tensor is on {place}; x.at(...) is one rank's")
-        mine, peer = place.node, session_of(place).places.at(op.peer).node
+        mine, peer = place.node, session_of(place).places.at(op.peer).one.node
         if mine == peer:
             raise ValueError(f"P2POp {i}: from node {mine} to itself; y.copy_(x) copies there")
         tag = whole_number(f"P2POp {i}: tag", op.tag)

@@ -23,7 +23,7 @@ from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import Way
 from ..runtime.process.spelling import shown
 from ..session.current import session as current_session
-from ..session.places import Place, one_session
+from ..session.places import NodePlace, one_session
 from .groups import Group, Split, given_group, new_group
 from .issue import named
 from .objects import copies
@@ -62,7 +62,7 @@ def reduce_by(
     return Reduced(reduced, sum(tree is not None for tree in trees))
 
 
-def _reduce(leaves: list[Any], homes: Sequence[Place | None], fn: Function, base: int) -> list[Any]:
+def _reduce(leaves: list[Any], homes: Sequence[NodePlace | None], fn: Function, base: int) -> list[Any]:
     """Reduces one leaf over all values, and returns it once for each. A leaf that is None contributes nothing."""
     parts = [(leaf, False) for leaf in leaves if leaf is not None]
     if not parts:
@@ -95,7 +95,7 @@ def _call(fn: Function, a: Any, a_is_new: bool, b: Any, b_is_new: bool) -> Any:
     return result
 
 
-def _spread(total: Any, places: Sequence[Place | None]) -> list[Any]:
+def _spread(total: Any, places: Sequence[NodePlace | None]) -> list[Any]:
     """Returns ``total`` once for each value, its tensors at the value's place."""
     if _place(total) is None:
         return [total] * len(places)
@@ -109,17 +109,17 @@ def _spread(total: Any, places: Sequence[Place | None]) -> list[Any]:
     return [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
 
-def _place(leaf: Any) -> Place | None:
+def _place(leaf: Any) -> NodePlace | None:
     """Returns the place of a leaf's first tensor; None for plain data."""
     place = next((x._place for x in tree_leaves(leaf) if isinstance(x, DistributedTensor)), None)
-    return None if place is None else place.session.places.at(place.node, place.name)
+    return None if place is None else place.session.places.at(place.one.node, place.name)
 
 
 def _copy(leaf: Any) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, DistributedTensor) else x, leaf)
 
 
-def _to(leaf: Any, place: Place) -> Any:
+def _to(leaf: Any, place: NodePlace) -> Any:
     """Returns a copy of ``leaf`` at ``place``; ``leaf`` itself if all its tensors are there."""
     if {x.device for x in tree_leaves(leaf) if isinstance(x, DistributedTensor)} <= {place.device}:
         return leaf
@@ -145,7 +145,7 @@ def _spec(specs: Sequence[TreeSpec | None]) -> TreeSpec | None:
     return spec
 
 
-def _homes(rows: Sequence[Sequence[Any]], group: Group | None) -> list[Place | None]:
+def _homes(rows: Sequence[Sequence[Any]], group: Group | None) -> list[NodePlace | None]:
     """Returns the place of each value: that of its first tensor, else its node of the group (None if neither is known).
 
     Raises TypeError for local tensors, ValueError for tensors that are not on their node of the group.
@@ -167,7 +167,7 @@ def _homes(rows: Sequence[Sequence[Any]], group: Group | None) -> list[Place | N
     if len(group) != len(rows):
         raise ValueError(f"all_reduce has {len(rows)} values for the {len(group)} nodes of {group}")
     for i, (its, node) in enumerate(zip(tensors, group, strict=True)):
-        wrong = next((x._place.node for x in its if x._place.node != node), None)
+        wrong = next((x._place.one.node for x in its if x._place.one.node != node), None)
         if wrong is not None:
             raise ValueError(f"all_reduce: value {i} has a tensor on node {wrong}, not on node {node}")
     places = current_session().places

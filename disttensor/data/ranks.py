@@ -16,7 +16,7 @@ from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.process.spelling import shown
 from ..session import current
 from ..session.current import session_of
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace, Place
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
         self.session = current.session()
         self.mesh: MeshPlace | None = None
         self.many = True  #: a batch is one for each place, in a list
-        self.places: Sequence[Place]  #: of nodes
+        self.places: Sequence[NodePlace]  #: of nodes
         self.of: list[int]  #: the rank of each place
         if isinstance(where, Mesh):
             self.mesh = place_of(where, "distribute")
@@ -55,8 +55,9 @@ class Ranks:
         self.size = max(self.of) + 1
         self._name = str(where) if self.mesh is not None else f"{len(self.places)} nodes"
 
-    def _place(self, one: Any) -> Place:
-        place = self.session.places.at(one)
+    def _place(self, one: Any) -> NodePlace:
+        place: Place = self.session.places.at(one)
+        # a mesh's device does not say along which dims its ranks get samples of their own
         if isinstance(place, MeshPlace):
             raise TypeError(f"distribute: {shown(one)} is the device of {place}; give the mesh itself, and over=")
         return place

@@ -19,7 +19,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import PoisonedError
 from ..session.agreement import agreed_bytes
 from ..session.current import session_of
-from ..session.places import Groups, MeshPlace, Place, one_session
+from ..session.places import Groups, MeshPlace, NodePlace, Place, one_session
 from . import seen_at
 from .asking import make_room
 from .call_site import here
@@ -48,6 +48,7 @@ def _upload(tensor: torch.Tensor, meta: Meta, ref: int, non_blocking: bool) -> N
     """Uploads a tensor to ``ref`` at the place of ``meta``, which has its geometry."""
     place, site = meta.place, here()
     transfers = session_of(place).transfers
+    # a mesh's nodes each get what the script has: over the script's link, or from each other
     if not isinstance(place, MeshPlace):
         transfers.upload(tensor.detach(), place, ref, site, non_blocking)
         return
@@ -76,6 +77,7 @@ def gradient_of_a_copy(grad: DistributedTensor, place: Place) -> DistributedTens
     """Returns the gradient at ``place`` of what was copied from there to the mesh of ``grad``: the sum of the gradients
     of all ranks that got it."""
     source: Any = grad._place
+    # to one place goes the sum of all ranks; to a mesh each of its ranks' own
     if not isinstance(place, MeshPlace):
         total = _sums[0](grad, (tuple(range(len(source.members))),))
         return move(seen_at.alias(total, source.members[0]), place)
@@ -84,7 +86,7 @@ def gradient_of_a_copy(grad: DistributedTensor, place: Place) -> DistributedTens
     return _copied(total, place, [(group[0], (rank,)) for rank, group in enumerate(targets)])
 
 
-def spread(meta: Meta, members: Sequence[Place], ref: int) -> None:
+def spread(meta: Meta, members: Sequence[NodePlace], ref: int) -> None:
     """Copies ``ref`` of the first of these places to the same ref of the others, from node to node on a tree."""
     session = session_of(meta.place)
     nbytes, dtype, site = meta.numel * meta.dtype.itemsize, codec.dtype_id(meta.dtype), here()
@@ -131,6 +133,7 @@ def fetch(tensor: DistributedTensor) -> torch.Tensor:
     transfers = session_of(place).transfers
     transfers.may_begin(place)
     ref = tensor._h.ref or materialise(tensor._h)
+    # a mesh has a value only where all ranks have the same one, which they are asked for
     if isinstance(place, MeshPlace):
         return _fetch_agreed(tensor, place, ref)
     return transfers.download(tensor, place, ref, here())
@@ -168,8 +171,12 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     """
     source = tensor._place
     one_session(source, place)
-    if isinstance(source, MeshPlace) or isinstance(place, MeshPlace):
-        return _move_mesh(tensor, place)
+    # a mesh's ranks may have different values: who copies them says which
+    if isinstance(source, MeshPlace):
+        return _from_mesh(tensor, source, place)
+    # what a node has goes to every rank of a mesh
+    if isinstance(place, MeshPlace):
+        return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
     if source.node == place.node:
         return _within(tensor, place)
     meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
@@ -178,11 +185,11 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     return proxy(handle)
 
 
-def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
+def _pass(tensor: DistributedTensor, place: NodePlace, out: int) -> None:
     """Sends a tensor from its node to ``out`` on another one, where it arrives contiguous. Raises RuntimeError for a
     tensor that can't be copied."""
     codec.check_copy(tensor.shape, tensor.dtype)
-    source, ref = tensor._place, tensor._h.ref or materialise(tensor._h)
+    source, ref = tensor._place.one, tensor._h.ref or materialise(tensor._h)
     session = session_of(place)
     transfer, channel = session.transfers.new(), 0
     if session.router.rules:
@@ -199,24 +206,21 @@ def _pass(tensor: DistributedTensor, place: Place, out: int) -> None:
     )
 
 
-def _move_mesh(tensor: DistributedTensor, place: Place) -> DistributedTensor:
-    """Returns a copy of a node's tensor on all nodes of a mesh; or of a mesh's tensor on another device of its nodes,
-    or on another mesh.
+def _from_mesh(tensor: DistributedTensor, source: MeshPlace, place: Place) -> DistributedTensor:
+    """Returns a copy of a mesh's tensor on another device of its nodes, or on another mesh.
 
     Raises RuntimeError for other copies of a mesh's tensor: its ranks may differ, and nobody has said whose to take.
     """
-    source = tensor._place
-    if isinstance(source, MeshPlace) and isinstance(place, MeshPlace):
-        targets = _targets(source, place)
-        if source.ranks == place.ranks and all(group == (rank,) for rank, group in enumerate(targets)):
-            return _within(tensor, place)
-        return _copied(tensor, place, list(enumerate(targets)))
+    # one place could take one rank's values only, and nobody has said whose
     if not isinstance(place, MeshPlace):
         raise RuntimeError(
             f"can't copy {tuple(tensor.shape)} {tensor.dtype} on {source} to {place}: its ranks may differ. "
             f"x.at({source.where(0)}).to({place.written}) copies one of them"
         )
-    return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
+    targets = _targets(source, place)
+    if source.ranks == place.ranks and all(group == (rank,) for rank, group in enumerate(targets)):
+        return _within(tensor, place)
+    return _copied(tensor, place, list(enumerate(targets)))
 
 
 def _copied(tensor: Any, place: MeshPlace, ways: Sequence[tuple[int, Sequence[int]]]) -> DistributedTensor:
@@ -258,13 +262,13 @@ def _targets(source: MeshPlace, place: MeshPlace) -> Groups:
     return tuple(tuple(ranks[at]) for at in here)
 
 
-def put(tensor: Any, place: Place, ref: int) -> None:
+def put(tensor: Any, place: NodePlace, ref: int) -> None:
     """Copies a tensor, contiguously, to ``ref`` on a node: one on any node, or a local one. Returns as ``upload``."""
     session, site = session_of(place), here()
     if not isinstance(tensor, DistributedTensor):
         session.transfers.upload(tensor.detach(), place, ref, site)
         return
-    if tensor._place.node != place.node:
+    if tensor._place.one.node != place.node:
         _pass(tensor, place, ref)
         return
     there: Any = tensor if tensor._place is place else move(tensor, place)

@@ -62,6 +62,7 @@ def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
     )
     if place is source._place:
         return run(entry, args, kwargs, None)
+    # what was copied to a mesh has the sum of its ranks' gradients
     if isinstance(source._place, MeshPlace) and asked_by_autograd():
         source = _gradient_of_a_copy(source, place)
         if place is source._place:
@@ -102,6 +103,7 @@ def asked_by_autograd() -> bool:
 def share(source: torch.Tensor, place: Place) -> torch.Tensor:
     """Returns what is to be copied of a local tensor to each rank of a place: where it is the gradient of a value that
     all ranks of a mesh had, a share of it."""
+    # the gradient of a value that all ranks of a mesh had is the sum of theirs: each gets a share
     return source / len(place.members) if isinstance(place, MeshPlace) and asked_by_autograd() else source
 
 
@@ -109,6 +111,7 @@ def _gradient_of_a_copy(grad: DistributedTensor, place: Place | None) -> Distrib
     """Returns the gradient at ``place`` (None: on a node) of what was copied to ranks of a mesh: the sum of theirs."""
     if torch.is_grad_enabled() and grad.requires_grad:
         way = "disttensor.replicate(x, mesh)"
+        # what is on a mesh can be made of shards, which have second derivatives
         if isinstance(place, MeshPlace):
             way = "disttensor.meshes.from_shards(mesh, [...]) of shards (x.shards())"
         raise NotImplementedError(

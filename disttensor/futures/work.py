@@ -45,7 +45,7 @@ class Work(NotYet, Generic[T_co]):
 
     def __init__(self, session: Session, source: DistributedTensor, transfer: Arrival) -> None:
         self._session = session
-        self._node = source._place.node
+        self._node = source._place.one.node
         self._text = f"{tuple(source.shape)} {source.dtype} from node {self._node}"
         self._transfer: Transfer = transfer
 
@@ -160,7 +160,7 @@ def fetch(tensor: torch.Tensor) -> Work[torch.Tensor]:
     if strides == contiguous(tuple(source.shape)):
         strides = None
     ref = source._h.ref or materialise(source._h)
-    return Work(session, source, session.transfers.fetch(source, place, ref, strides, here()))
+    return Work(session, source, session.transfers.fetch(source, place.one, ref, strides, here()))
 
 
 @spelled

@@ -40,6 +40,7 @@ def agree_(what: W, how: str = "first", over: Over | None = None) -> W:
     if how not in ("first", "avg"):
         raise ValueError(f"agree_: how is 'first' or 'avg', not {shown(how)}")
     tensors = _tensors(what)
+    # on one node there is nothing to agree about
     there: list[Any] = [x for x in tensors if isinstance(where_is(x), MeshPlace)]
     if tensors and not there:
         raise TypeError(f"agree_ takes what is on a mesh, and this is on {tensors[0].device}; model.to(mesh.device)")

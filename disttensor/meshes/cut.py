@@ -79,6 +79,7 @@ class Cut:
     def shares(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns each rank's share of a dimension of a tensor that is local, on a node, or whole on the mesh."""
         there = where_is(whole)
+        # what is on the mesh is there on all ranks: each takes its share without a copy
         if isinstance(there, MeshPlace):
             if there is not self.place:
                 raise TypeError(f"{self.what} is on {self.place}, and these values on {there}")

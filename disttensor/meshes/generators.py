@@ -87,14 +87,17 @@ class Generators:
             )
         size = rng_states.size_of_state(place)
         for along, ranks in states:
-            for name in along:
-                place.groups(name, "Generators.load_state_dict()")
+            # a node's generator varies along no dim
+            if isinstance(place, MeshPlace):
+                for name in along:
+                    place.groups(name, "Generators.load_state_dict()")
             for state in ranks:
                 if len(state) != size:
                     raise ValueError(
                         f"the state of a generator of {place} has {size} bytes, and this one {len(state)}: it is one "
                         "of another kind of device"
                     )
+        # only a mesh's generators begin with a seed of their own
         if isinstance(place, MeshPlace):
             place.session.places.begin_anew(place, seed)
         for along, ranks in states:
@@ -106,14 +109,17 @@ class Generators:
 
 
 def _shards(state: Any) -> list[Any]:
+    # each rank of a mesh has a state
     return list(state.shards()) if isinstance(state._place, MeshPlace) else [state]
 
 
 def _seed(place: Place) -> int:
+    # a node's generator begins with the session's seed
     return place.seed if isinstance(place, MeshPlace) else 0
 
 
 def _dims(place: Place) -> list[tuple[str, int]]:
+    # a node has no dims
     return list(place.dims.items()) if isinstance(place, MeshPlace) else []
 
 

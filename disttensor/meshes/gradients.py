@@ -63,6 +63,7 @@ def _unscale(entry: Entry, args: Any, kwargs: Any) -> Any:
     """Has all ranks of a mesh know of a gradient that is not finite on one of them: they leave out the same steps."""
     result = run_ordinary(entry, args, kwargs, None)
     place = where_is(args[1])
+    # ranks of a mesh see different gradients; a node's own is all there is
     if isinstance(place, MeshPlace):
         all_reduce_(args[1], "max", over=tuple(place.dims))
     return result

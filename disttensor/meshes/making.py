@@ -139,6 +139,7 @@ def mean(x: torch.Tensor) -> float:
 
 def _on_mesh(x: Any, what: str) -> MeshPlace:
     place = where_is(x) if isinstance(x, torch.Tensor) else None
+    # only what is on a mesh has shards
     if not isinstance(place, MeshPlace):
         where = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"on {place or 'the script'}"
         raise TypeError(f"{what} takes a tensor on a mesh, and this one is {where}")
@@ -149,6 +150,7 @@ def _check(tensor: Any, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} has to be a tensor, not {type(tensor).__name__}")
     place = where_is(tensor)
+    # a rank's shard cannot be a mesh's tensor itself
     if isinstance(place, MeshPlace):
         raise TypeError(f"{what} is on {place} already; x.at(...) is a shard of it")
     if layout_of(tensor) is not torch.strided:

@@ -16,7 +16,7 @@ from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.process.tables import html
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
-from ..session.places import MeshPlace, Place, varied
+from ..session.places import MeshPlace, NodePlace, Place, varied
 from .shards import together
 
 
@@ -262,7 +262,7 @@ def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dim
     ranks = range(len(current.session().nodes)) if nodes is None else list(nodes)
     if not len(ranks):
         raise ValueError("mesh: there is no node in nodes=[]")
-    members = [places.at(node, device) for node in ranks]
+    members = [places.at(node, device).one for node in ranks]
     twice = [m.node for i, m in enumerate(members) if m.node in [other.node for other in members[:i]]]
     if twice:
         raise ValueError(f"mesh: node {twice[0]} is named twice; each node has one rank of a mesh")
@@ -288,12 +288,12 @@ def mesh(*, nodes: Sequence[int] | None = None, device: str | None = None, **dim
     return _mesh(members, sizes)
 
 
-def _mesh(members: Sequence[Place], dims: Mapping[str, int]) -> Mesh:
+def _mesh(members: Sequence[NodePlace], dims: Mapping[str, int]) -> Mesh:
     _alike(members)
     return Mesh(members[0].session.places.claim(members, dims), dims)
 
 
-def _alike(members: Sequence[Place]) -> None:
+def _alike(members: Sequence[NodePlace]) -> None:
     """Raises ValueError for a member that is unlike the first: it would compute other numbers, or elsewhere."""
     first = members[0]
     for member in members[1:]:
@@ -339,6 +339,7 @@ def place_of(target: Any, what: str) -> MeshPlace:
         place = current.session().places.named(target)
     else:
         raise TypeError(f"{what} takes a mesh, not {shown(target)}")
+    # a node is not a mesh of one: it has no dims that could be named
     if not isinstance(place, MeshPlace):
         raise TypeError(f"{what} takes a mesh, or a tensor on one, and this is on {place}")
     return place

@@ -52,6 +52,7 @@ def at(tensor: DistributedTensor, **coordinates: int) -> DistributedTensor:
     one node, ValueError for an unknown dim or a coordinate out of range.
     """
     place = tensor._place
+    # only a mesh has ranks with shards
     if not isinstance(place, MeshPlace):
         raise TypeError(f"at: this tensor is on {place}, and has no shards")
     ranks = set(range(len(place.members)))
@@ -78,6 +79,7 @@ def shards(tensor: DistributedTensor) -> list[DistributedTensor]:
 
     Raises TypeError for a tensor that is on one node.
     """
+    # only a mesh has ranks with shards
     if not isinstance(tensor._place, MeshPlace):
         raise TypeError(f"shards: this tensor is on {tensor._place}, and has no shards")
     return [at_rank(tensor, rank) for rank in range(len(tensor._place.members))]

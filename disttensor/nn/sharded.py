@@ -66,6 +66,7 @@ class Sharded(nn.Module):
         dim = self.cuts[name]
         if dim is not None:
             return self.cut.shares(whole.detach(), dim)
+        # what is on the mesh is on all ranks already
         if isinstance(where_is(whole), MeshPlace):
             return whole.detach().clone()
         return replicate(whole.detach(), self.mesh)

@@ -36,6 +36,7 @@ def _place(device: Any) -> Place:
         return places.of(device)
     if isinstance(device, str) and device.startswith("node"):
         return places.of(torch.device(device))
+    # a node's default device may be a GPU, and its name gives the CPU; a mesh is one kind of device
     if device is None and isinstance(here := places.here(), MeshPlace):
         return here
     return places.at(current_node(), "cpu" if device is None else device)

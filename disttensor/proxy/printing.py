@@ -45,6 +45,7 @@ def device_of(tensor: torch.Tensor) -> str:
     """Returns a proxy's device as a text shows it: a mesh by its dims, as torch's index of it means nothing to a
     reader."""
     place = tensor._place  # type: ignore[attr-defined]
+    # torch's index of a mesh says nothing to a reader
     if not isinstance(place, MeshPlace):
         return repr(str(tensor.device))
     return f"mesh({', '.join(f'{name}={size}' for name, size in place.dims.items())})"

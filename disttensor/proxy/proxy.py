@@ -75,7 +75,7 @@ class DistributedTensor(torch.Tensor, metaclass=_Kind):
 
     def get_node(self) -> int:
         """Returns the number of the node that holds this tensor."""
-        return self._h.meta.place.node
+        return self._h.meta.place.one.node
 
     def get_device(self) -> int:
         """Returns the index of the tensor's CUDA device on its node; -1 for the node's CPU."""
@@ -103,7 +103,7 @@ class DistributedTensor(torch.Tensor, metaclass=_Kind):
         place = self._place
         if device is None:
             device = place.name if place.is_cuda() else "cuda"
-        target = place.session.places.at(place.node, device)
+        target = place.session.places.at(place.one.node, device)
         return self.to(target.device, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[return-value]
 
     def dist_send(

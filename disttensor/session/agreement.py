@@ -26,7 +26,7 @@ def agreed(place: MeshPlace, replies: Sequence[c.Reply]) -> c.Reply:
     """Returns the first of these replies, one of each member, if all say the same. Raises RanksDiffer."""
     check = _KINDS.get(type(replies[0]))
     if check is None:
-        return place.node  # raises: what is asked is for one node
+        return place.one  # raises: what is asked is for one node
     key, said = check
     one(place, [key(reply) for reply in replies], [said(reply) for reply in replies])
     return replies[0]

@@ -27,6 +27,7 @@ from ..runtime.master.node import Node
 from ..runtime.master.requests import Request
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.arguments import Addresses
+from ..runtime.protocol.collective_kinds import ALGORITHMS
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.protocol.keys import pair_key
 from .places import Place, R
@@ -36,10 +37,7 @@ _log = logging.getLogger("disttensor")
 #: The copies: from master to node, back, and between nodes.
 COPIES = ("upload", "download", "send")
 #: The collectives, as users call them.
-COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
-    "sendreceive", "barrier",
-)  # fmt: skip
+COLLECTIVES = tuple(ALGORITHMS)
 #: The channel that "auto" takes for collectives of GPUs, where it can be used.
 BEST = "nccl"
 #: The end of errors about a network.

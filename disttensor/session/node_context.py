@@ -34,6 +34,7 @@ class node:
     def __init__(self, k: Any) -> None:
         self._target = target(k)
         #: the number of the node; of a mesh the index of its device
+        # a node is known by its number, a mesh by its device only
         self.index = self._target.slot if isinstance(self._target, MeshPlace) else self._target
         self._tokens: list[tuple[Token[int | MeshPlace], Token[bool]]] = []
 
@@ -62,6 +63,7 @@ def target(k: Any) -> int | MeshPlace:
 def _device_of(k: Any) -> Any:
     """Returns the device of a mesh; anything else as it is."""
     place = None if isinstance(k, torch.Tensor) else getattr(k, "_place", None)  # a mesh has one, and so have tensors
+    # a mesh stands for its device; a node's number, or its device, is said as it is
     return place.device if isinstance(place, MeshPlace) else k
 
 
@@ -102,6 +104,7 @@ def forget() -> None:
 def current_index() -> int:
     """Returns the number of the current node; of a mesh the index of its device."""
     found = _current.get()
+    # a node is known by its number, a mesh by its device only
     return found.slot if isinstance(found, MeshPlace) else found
 
 
@@ -111,6 +114,7 @@ def current_node() -> int:
     Raises DisttensorError where the current place is a mesh, which is several nodes.
     """
     found = _current.get()
+    # several nodes have no one number
     if isinstance(found, MeshPlace):
         raise DisttensorError(
             f"this is for one node, and the current device is {found}: name a node in the call (node=0), or make one "

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from hashlib import blake2b
 from itertools import count, product
 from math import prod
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -69,8 +69,8 @@ class Owner(Protocol):
     def flush(self, outbox: CommandQueue) -> None: ...
 
 
-class Place:
-    """One device of one node. One object per session and pair."""
+class _Place:
+    """The base of places: what those of one node and of several have in common."""
 
     __slots__ = (
         "dead",
@@ -80,37 +80,26 @@ class Place:
         "index",
         "kernels",
         "name",
-        "node",
         "origin",
         "outbox",
         "record",
         "session",
         "slot",
-        "twin",
     )
 
     home: Home  #: where its templates are defined
-    node: int
+    origin: Place  #: of a twin: the place that it is one of; else itself
     slot: int  #: given out when it is first asked for, unless it is a node's own
     device: torch.device
 
-    def __init__(self, session: Owner, node: int, name: str, slot: int | None) -> None:
-        self.node = node
-        home = session.nodes[node]  # the node that has it
-        hello = home.said_hello
-        record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
-        self._settle(session, home, name, record, slot)
-        self.twin = self._twin()
-
-    def _twin(self) -> Place:
+    def _twin(self) -> Self:
         """Returns the same place for tensors that torch is to take for local ones (composites/as_cpu.py)."""
         made = type(self).__new__(type(self))
         for kind in type(self).__mro__:
             for name in getattr(kind, "__slots__", ()):
-                with suppress(AttributeError):  # a slot of torch's is given out later; a mesh has no node
+                with suppress(AttributeError):  # a slot of torch's is given out later
                     kind.__dict__[name].__set__(made, kind.__dict__[name].__get__(self))
         made.device = torch.device("cpu")
-        made.twin = made
         return made
 
     def _settle(self, session: Owner, home: Home, name: str, record: kernel_choice.Record, slot: int | None) -> None:
@@ -128,18 +117,20 @@ class Place:
         self.dead = self.outbox.dead
         #: the number of its generator that is in use on all of its nodes; -1 where that may be another place's
         self.drawing = -1
-        self.origin: Place = self  #: of a twin: the place that it is one of
+        self.origin = self  # type: ignore[assignment]  # a NodePlace or a MeshPlace: there is no other
 
-    def __getattr__(self, name: str) -> Any:
-        """Has a slot given out for ``slot`` or ``device``, where the place has none yet."""
-        if name not in ("slot", "device"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if self.origin is not self:
-            return getattr(self.origin, name)
-        self.session.places.give_slot(self)
-        return object.__getattribute__(self, name)
+    if not TYPE_CHECKING:  # to type checkers, any name would be there
 
-    def __deepcopy__(self, memo: object) -> Place:
+        def __getattr__(self, name: str) -> Any:
+            """Has a slot given out for ``slot`` or ``device``, where the place has none yet."""
+            if name not in ("slot", "device"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if self.origin is not self:
+                return getattr(self.origin, name)
+            self.session.places.give_slot(self)
+            return object.__getattribute__(self, name)
+
+    def __deepcopy__(self, memo: object) -> Self:
         """Returns the place itself: there is one object per place."""
         return self
 
@@ -148,31 +139,10 @@ class Place:
         self.slot = slot
         self.device = torch.device("node", slot)
 
-    def __repr__(self) -> str:
-        return f"node {self.node} {self.name}"
-
-    @property
-    def members(self) -> tuple[Place, ...]:
-        """The places of single nodes that it consists of."""
-        return (self,)
-
-    @property
-    def written(self) -> str:
-        """The device as a script writes it: not by torch's index, unless that is the number of the node."""
-        if self.slot == self.node:
-            return f"'node:{self.node}'"
-        is_default = self.origin is self.session.places.at(self.node)
-        return f"dt.device({self.node})" if is_default else f"dt.device({self.node}, {self.name!r})"
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The nodes of its members."""
         return self.outbox.ranks
-
-    @property
-    def host(self) -> Place:
-        """The place of the same nodes' CPUs."""
-        return self.session.places.at(self.node, "cpu")
 
     @property
     def hello(self) -> c.Hello:
@@ -207,6 +177,53 @@ class Place:
         return self.home.define(op, args, kwargs, outs, site, foreseen)
 
     def _permit(self, op: str, site: Site | None) -> None:
+        """Raises NotImplementedError unless its nodes may run ``op`` and have it."""
+        raise NotImplementedError
+
+
+class NodePlace(_Place):
+    """One device of one node. One object per session and pair."""
+
+    __slots__ = ("node", "twin")
+
+    twin: NodePlace  #: the same place for tensors that torch is to take for local ones
+
+    def __init__(self, session: Owner, node: int, name: str, slot: int | None) -> None:
+        self.node = node
+        home = session.nodes[node]  # the node that has it
+        hello = home.said_hello
+        record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
+        self._settle(session, home, name, record, slot)
+        self.twin = self._twin()
+        self.twin.twin = self.twin
+
+    def __repr__(self) -> str:
+        return f"node {self.node} {self.name}"
+
+    @property
+    def members(self) -> tuple[NodePlace, ...]:
+        """The places of single nodes that it consists of."""
+        return (self,)
+
+    @property
+    def one(self) -> NodePlace:
+        """The place itself, for what is for one node only: a mesh raises there."""
+        return self
+
+    @property
+    def written(self) -> str:
+        """The device as a script writes it: not by torch's index, unless that is the number of the node."""
+        if self.slot == self.node:
+            return f"'node:{self.node}'"
+        is_default = self.origin is self.session.places.at(self.node)
+        return f"dt.device({self.node})" if is_default else f"dt.device({self.node}, {self.name!r})"
+
+    @property
+    def host(self) -> NodePlace:
+        """The place of the same node's CPU."""
+        return self.session.places.at(self.node, "cpu")
+
+    def _permit(self, op: str, site: Site | None) -> None:
         """Raises NotImplementedError unless the node may run ``op`` and has it.
 
         A node is asked once for each operator of another library. One that is missing may come later, so the next call
@@ -231,19 +248,21 @@ class Place:
         self.home.permitted.add(op)
 
 
-class MeshPlace(Place):
+class MeshPlace(_Place):
     """One device of each of several nodes, in order, as one place.
 
     A tensor there has a shard on each, all of one shape, and a command goes to all of them. The nodes are a grid, whose
     dims have names.
     """
 
-    __slots__ = ("_members", "_varying", "axes", "begun", "claims", "dims", "number", "seed")
+    __slots__ = ("_members", "_varying", "axes", "begun", "claims", "dims", "number", "seed", "twin")
+
+    twin: MeshPlace  #: the same place for tensors that torch is to take for local ones
 
     def __init__(
         self,
         session: Owner,
-        members: Sequence[Place],
+        members: Sequence[NodePlace],
         home: Home,
         slot: int,
         dims: Mapping[str, int],
@@ -263,6 +282,7 @@ class MeshPlace(Place):
         self.name_dims(dims)
         self.outbox.where = self._gone
         self.twin = self._twin()
+        self.twin.twin = self.twin
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{name}={size}" for name, size in self.dims.items())
@@ -276,22 +296,25 @@ class MeshPlace(Place):
 
     @property
     def written(self) -> str:
+        """The device as a script writes it, which has no number for it."""
         return f"{self.made_by}.device"
 
     @property
-    def node(self) -> NoReturn:  # type: ignore[override]
-        """Raises DisttensorError: what asks for the node of a tensor is for tensors on one."""
+    def one(self) -> NoReturn:
+        """Raises DisttensorError: what asks for it is for one node."""
         raise DisttensorError(
             f"this is for one node, and {self} has {len(self._members)}: "
             f"x.at({self.where(0)}) is a tensor's shard on one of them, x.shards() are all"
         )
 
     @property
-    def members(self) -> tuple[Place, ...]:
+    def members(self) -> tuple[NodePlace, ...]:
+        """The places of single nodes that it consists of."""
         return self._members
 
     @property
-    def host(self) -> Place:
+    def host(self) -> MeshPlace:
+        """The place of the same nodes' CPUs."""
         return self.session.places.mesh([member.host for member in self._members], self.dims)
 
     def name_dims(self, dims: Mapping[str, int]) -> None:
@@ -363,6 +386,10 @@ class MeshPlace(Place):
         self.home.permitted.add(op)
 
 
+#: A place of tensors. What a node and a mesh have in common is asked of either; only NodePlace has a ``node``.
+Place: TypeAlias = NodePlace | MeshPlace
+
+
 def _without_gpus(names: Sequence[str]) -> str:
     """Says what has CUDA devices where there are none; "" for a node that has some."""
     if len(names) > 1:
@@ -409,7 +436,7 @@ def one_session(*places: Place) -> None:
             place.session.link.check(place.outbox)
 
 
-def _key(members: Sequence[Place], dims: Mapping[str, int]) -> tuple[object, ...]:
+def _key(members: Sequence[NodePlace], dims: Mapping[str, int]) -> tuple[object, ...]:
     return (*((member.node, member.name) for member in members), *dims.items())
 
 
@@ -423,8 +450,8 @@ class Places:
         self._session = session
         self._nodes: list[Node] = []
         self.lock = threading.RLock()
-        self._by_pair: dict[tuple[int, str], Place] = {}
-        self._by_node: list[Place] = []  #: the nodes' default places
+        self._by_pair: dict[tuple[int, str], NodePlace] = {}
+        self._by_node: list[NodePlace] = []  #: the nodes' default places
         self._by_slot: dict[int, Place] = {}
         self._free = iter(range(NODE_SLOTS, MAX_SLOTS))
         self._given_back: list[int] = []  #: those of meshes that were closed
@@ -443,14 +470,14 @@ class Places:
         """Adds a node's default device."""
         self._nodes.append(node)
         name = node.devices[1] if len(node.devices) > 1 else "cpu"
-        place = self._by_pair[node.rank, name] = Place(
+        place = self._by_pair[node.rank, name] = NodePlace(
             self._session, node.rank, name, node.rank if node.rank < NODE_SLOTS else None
         )
         self._by_node.append(place)
         if node.rank < NODE_SLOTS:
             self._by_slot[node.rank] = place
 
-    def mesh(self, members: Sequence[Place], dims: Mapping[str, int]) -> MeshPlace:
+    def mesh(self, members: Sequence[NodePlace], dims: Mapping[str, int]) -> MeshPlace:
         """Returns the one place of these members, in this order, and with these dims."""
         key = _key(members, dims)
         with self.lock:
@@ -476,7 +503,7 @@ class Places:
                 Places.meshes_made = True
             return place
 
-    def claim(self, members: Sequence[Place], dims: Mapping[str, int]) -> MeshPlace:
+    def claim(self, members: Sequence[NodePlace], dims: Mapping[str, int]) -> MeshPlace:
         """Returns the place of these members for one mesh more, which ``close_mesh`` ends."""
         with self.lock:
             place = self.mesh(members, dims)
@@ -501,6 +528,7 @@ class Places:
     def drawn_along(self, place: Place) -> list[tuple[str, ...]]:
         """Returns the ways in which the numbers of a place have varied since all generators were seeded: the dims, for
         each of its generators that have drawn, and none for the one that is the same on all ranks."""
+        # only a mesh has generators that vary along dims
         if not isinstance(place, MeshPlace):
             return [()]
         with self.lock:
@@ -561,6 +589,7 @@ class Places:
     ) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Returns the number of the generator from which a place draws now; and, where its nodes do not know that yet,
         the seed that each begins with. ``begun``: the generators that they know, if not those of now."""
+        # a node has one generator, which its number 0 stands for
         if not isinstance(place, MeshPlace):
             return 0, ()
         known = place.begun if begun is None else begun
@@ -569,12 +598,14 @@ class Places:
     def swap(self, place: Place, number: int, seeds: tuple[tuple[int, int], ...], seed: int | None = None) -> c.Swap:
         """Returns the command that puts a generator of a place in use. ``seed``: of all, if not that of now."""
         if seed is None:
+            # a mesh may have been seeded by itself
             seed = place.seed if isinstance(place, MeshPlace) else self.seed
         return c.Swap(number, place.name, signed(seed), seeds)
 
     def in_use(self, place: Place, number: int, begins: bool) -> None:
         """Notes that this generator of a place is in use now, and no other of its nodes; and whether it has begun with
         seeds."""
+        # a node's own generator has begun when it started
         if begins and isinstance(place, MeshPlace):
             place.begun.add(number)
         for other in [*self._by_pair.values(), *self._places_of_meshes]:
@@ -593,7 +624,7 @@ class Places:
                 self._given_back.append(place.slot)
                 self._closed[key] = place
 
-    def of_node(self, node: int) -> list[Place]:
+    def of_node(self, node: int) -> list[NodePlace]:
         """Returns the places of one node that there are: those of devices that somebody has named."""
         return [place for (rank, _), place in list(self._by_pair.items()) if rank == node]
 
@@ -634,6 +665,7 @@ class Places:
         Raises RuntimeError for a mesh that is closed, or of a session that was shut down.
         """
         found = current_node.get()
+        # a node is current by its number, which stays when its session ends; a mesh is one session's
         if not isinstance(found, MeshPlace):
             return self._by_node[found]
         if found.session is not self._session:
@@ -646,6 +678,7 @@ class Places:
         """Returns what ``current_node`` holds for a node's number, a device or its index. Raises as ``at``."""
         if isinstance(target, int) and not isinstance(target, bool) and target >= len(self._nodes):
             found = self._by_slot.get(target)
+            # indices beyond the nodes' numbers are those of meshes, and of further devices
             if isinstance(found, MeshPlace):
                 return found
             if target >= NODE_SLOTS:
@@ -654,7 +687,14 @@ class Places:
                     f"mesh.device.index, from {NODE_SLOTS} on, is a mesh's"
                 )
         found = self.named(target) if isinstance(target, (str, torch.device)) else self.at(target)
+        # a node is current by its number, a mesh by its place
         return found if isinstance(found, MeshPlace) else found.node
+
+    @overload
+    def at(self, node: int, device: str | int | torch.device | None = None) -> NodePlace: ...
+
+    @overload
+    def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place: ...
 
     def at(self, node: int | str | torch.device, device: str | int | torch.device | None = None) -> Place:
         """Returns the place of a node's device.
@@ -667,7 +707,7 @@ class Places:
             named = self.named(node)
             if device is None:
                 return named
-            node = named.node
+            node = named.one.node
         if isinstance(node, bool) or not isinstance(node, int):
             raise TypeError(f"a node is an integer or a text such as 'node:1', not {shown(node)}")
         if not 0 <= node < len(self._nodes):
@@ -683,7 +723,7 @@ class Places:
         place = self._by_pair.get((node, name))
         if place is None:
             with self.lock:
-                place = self._by_pair.setdefault((node, name), Place(self._session, node, name, None))
+                place = self._by_pair.setdefault((node, name), NodePlace(self._session, node, name, None))
         return place
 
     @staticmethod

@@ -55,6 +55,7 @@ class Questions:
     ) -> R:
         """Does what ``ask`` does, except that it counts no wait of the line."""
         link = self._link
+        # a mesh's nodes are asked by one command, and have to give one reply
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)
         request = link.requests.new(place.node, kind, due)

@@ -35,7 +35,7 @@ from ..runtime.transport.zmq import ZmqHub
 from . import caches
 from .callbacks import Callbacks
 from .channel_router import ChannelRouter
-from .places import Place, Places
+from .places import NodePlace, Places
 from .questions import Questions
 from .switches import Switches
 from .transfers import Transfers
@@ -100,7 +100,7 @@ class Session:
         #: opens one more hub for nodes' connections, given their public keys; None where they have no keys for it
         self.hub_beside: Callable[[Mapping[int, str]], ZmqHub] | None = None
         #: called before a function is sent to a node, with where it goes and the user's line
-        self.before_functions: Callable[[Place, Any], None] | None = None
+        self.before_functions: Callable[[NodePlace, Any], None] | None = None
         self.max_nodes = nodes  #: the largest number of nodes, with those that may still join
         self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process

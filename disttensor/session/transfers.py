@@ -27,7 +27,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import ChannelError, PoisonedError
 from ..runtime.protocol.transfer_ids import ORDERED
 from .channel_router import ChannelRouter
-from .places import Place
+from .places import NodePlace, Place
 from .waits import Waits
 
 #: Uploads up to this many bytes are copied, however many bytes of copies are on their way.
@@ -106,7 +106,7 @@ class Transfers:
                 return ids[0]
 
     def upload(
-        self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None, non_blocking: bool = False
     ) -> None:
         """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
         it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
@@ -142,7 +142,7 @@ class Transfers:
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
 
-    def _number(self, op: str, place: Place, nbytes: int) -> int:
+    def _number(self, op: str, place: NodePlace, nbytes: int) -> int:
         """Returns the number of the channel for a copy between the master and a place."""
         return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes, (MASTER, place.node))
 
@@ -158,7 +158,7 @@ class Transfers:
             outbox.add(there, site)
             return transfer
 
-    def download(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> torch.Tensor:
+    def download(self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> torch.Tensor:
         """Returns a local, contiguous copy of the tensor ``ref`` at ``place``; ``tensor`` has its shape and dtype.
         Waits.
 
@@ -173,7 +173,7 @@ class Transfers:
         return receiving.tensor
 
     def fetch(
-        self, tensor: torch.Tensor, place: Place, ref: int, strides: tuple[int, ...] | None, site: Site | None
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
     ) -> Arrival:
         """Begins a copy like that of ``download``, into a tensor with these strides (None: contiguous); returns at
         once."""
@@ -188,7 +188,7 @@ class Transfers:
         self.link.check(place.outbox)
 
     def _receive(
-        self, tensor: torch.Tensor, place: Place, ref: int, strides: tuple[int, ...] | None, site: Site | None
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
     ) -> tuple[Arrival, int]:
         transfer, shape = self.new(), tuple(tensor.shape)
         nbytes = math.prod(shape) * tensor.dtype.itemsize

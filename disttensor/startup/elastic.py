@@ -106,5 +106,5 @@ def kill(node: int | str | torch.device) -> None:
     for a node that is lost already, ValueError for one that does not exist, DisttensorError without a session.
     """
     session = current.session()
-    place = session.places.at(node)
+    place = session.places.at(node).one
     session.link.losses.kill(place.node, f"killed by disttensor.kill, at {line_of(here())}")

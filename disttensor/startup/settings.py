@@ -7,6 +7,7 @@ for a relative ``log_dir``, the working directory. The order of precedence is a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from ..runtime.host.launch_spec import LaunchSpec
 from ..runtime.host.output_options import Output
 from ..runtime.host.precedence import setting
 from ..runtime.host.silence import silence_of
-from ..runtime.launch import launcher_names
+from ..runtime.launch import LaunchMethod, launcher_names
 from ..runtime.launch.hosts import parse_hosts
+from ..runtime.launch.registry import BY_HOSTS, BY_JOINING, launch_method, starter_for_root
 from ..runtime.launch.rendezvous.rendezvous import Rendezvous
 
 
@@ -32,6 +34,7 @@ class Settings:
     """Everything that is decided before anything is started."""
 
     spec: LaunchSpec  #: the hosts of nodes, and the launcher that starts them
+    method: LaunchMethod  #: the launcher's row
     nodes: int | tuple[int, int] | None  #: the number of nodes, or (to begin with, at most); None: as many as there are
     channel: str  #: the name of the session's own data channel
     simulate_cuda: int  #: simulated CUDA devices per node
@@ -44,11 +47,6 @@ class Settings:
     protection: Protection  #: of tensors on their way
     output: Output
     blocking: bool  #: whether every command is flushed and waited for
-
-    @property
-    def launcher(self) -> str:
-        """The launcher's name."""
-        return self.spec.launcher
 
     def unheard(self, environment: Mapping[str, str]) -> str:
         """Returns, in words, the number of nodes that dtrun asks for where the script says another one, which counts;
@@ -89,10 +87,8 @@ class Settings:
         nodes = check(arguments)
         given = dict(arguments)
         spec = _spec(given, nodes, environment, said, where, automatic, folder)
-        if spec.launcher not in (known := ["inproc", "nearby", *launcher_names()]):
-            known.remove("nearby")
-            argument_checks.one_of("launcher", spec.launcher, known)
-        if given["interface"] is not None and spec.launcher in ("local", "inproc"):
+        method = launch_method(spec.launcher)
+        if given["interface"] is not None and method.hosts == "here":
             raise ValueError(
                 f"interface={given['interface']!r} is where nodes of other hosts reach this one, and all nodes of "
                 f"launcher={spec.launcher!r} are here; leave it out, or name the hosts"
@@ -100,12 +96,13 @@ class Settings:
         bind = setting("bind", given["bind"], environment)
         if bind not in ("", *affinity.KINDS):
             argument_checks.one_of("bind", bind, affinity.KINDS)
-        if spec.launcher == "inproc":
+        if method.in_process:
             channel = "inproc" if given["backend"] == "auto" else given["backend"]
         else:
             channel = setting("backend", given["backend"], environment)
         return cls(
             spec=spec,
+            method=method,
             nodes=setting("nodes", nodes, environment),
             channel=channel,
             simulate_cuda=int(setting("simulate_cuda", given["simulate_cuda"], environment)),
@@ -116,7 +113,7 @@ class Settings:
             functions=given["functions"],
             security=given["security"],
             protection=_protection(given, environment),
-            output=_output(given, spec.launcher),
+            output=_output(given, method),
             blocking=environment.get("DISTTENSOR_LAUNCH_BLOCKING", "0") not in ("", "0"),
         )
 
@@ -159,13 +156,25 @@ def _protection(given: Mapping[str, Any], environment: Mapping[str, str]) -> Pro
     )
 
 
-def _output(given: Mapping[str, Any], launcher: str) -> Output:
+def _output(given: Mapping[str, Any], method: LaunchMethod) -> Output:
     log_dir, tee, redirects = given["log_dir"], given["tee"], given["redirects"]
     if (tee or redirects) and not log_dir:
         raise ValueError("tee and redirects need a log_dir, where the files are to be")
-    if log_dir and launcher == "inproc":
-        raise ValueError("log_dir needs nodes that are processes: those of launcher='inproc' share this one's output")
+    if log_dir and method.in_process:
+        raise ValueError(
+            f"log_dir needs nodes that are processes: those of launcher={method.name!r} share this one's output"
+        )
     return Output(log_dir=os.path.abspath(log_dir) if log_dir else "", tee=tee, redirects=redirects)
+
+
+def _method(name: str) -> LaunchMethod:
+    """Returns the row of a launcher that the script names. Raises ValueError for an unknown one."""
+    if isinstance(name, str):
+        with contextlib.suppress(ValueError):
+            return launch_method(name)
+    known = ["inproc", *launcher_names()]
+    argument_checks.one_of("launcher", name, known)
+    raise AssertionError(f"{name!r} is in {known}, and has no row")
 
 
 def _spec(
@@ -180,37 +189,46 @@ def _spec(
     """Returns the launch spec: of a rendezvous, of the dtrun around this process, or of a launcher that the script
     names."""
     launcher, hosts, options = given["launcher"], given["hosts"], given["launcher_options"] or {}
+    asked = None if launcher == "auto" else _method(launcher)
     if where is not None:
-        if launcher not in ("auto", "join") or hosts is not None:
+        if (asked is not None and asked.hosts != "joining") or hosts is not None:
             raise ValueError(f"with init_method {str(where)!r} nodes come by themselves; leave launcher and hosts out")
         spec, said = _spec_to_join(where, nodes, folder), None
-    elif launcher == "join" and (said is None or said.launcher != "join"):
-        raise ValueError("launcher='join' needs an init_method, which says where nodes come to: 'tcp://host:port', ...")
+    elif asked is not None and asked.hosts == "joining" and (said is None or said.launcher != launcher):
+        raise ValueError(
+            f"launcher={launcher!r} needs an init_method, which says where nodes come to: 'tcp://host:port', ..."
+        )
     elif said is not None and hosts is None and launcher in ("auto", said.launcher):
         spec = said
     else:
-        if launcher == "auto":
+        if asked is None:
             if given["init_method"] is None and (found := copies(environment)) is not None:
                 raise ValueError(
                     f"{found.by} has started {found.number} processes of this script, and each would start nodes of "
                     f"its own; {found.instead}. Start the script once, by `python` or `dtrun`, or say "
                     'init_method="local://" where each process is to have a session of its own'
                 )
-            launcher = automatic if hosts is None else "ssh"
+            asked = launch_method(automatic if hosts is None else BY_HOSTS)
         most = nodes[1] if isinstance(nodes, tuple) else nodes or 0
-        spec, said = LaunchSpec(launcher, most=most if launcher in ("ray", "slurm") else 0, folder=folder), None
+        spec = LaunchSpec(
+            asked.name, most=most if asked.counted else 0, folder=folder, starter=starter_for_root(asked.name)
+        )
+        said = None
+    method = launch_method(spec.launcher)
     changes: dict[str, Any] = {
         "timeout": setting("timeout", given["timeout"], environment, said),
         "silence": silence_of(setting("silence", given["silence"], environment, said)),
     }
     if hosts is not None:
-        if spec.launcher in ("local", "mpi", "inproc"):
-            raise ValueError(f"hosts={hosts!r}: launcher={spec.launcher!r} starts nodes on this machine only")
+        if method.hosts != "named":
+            why = "starts nodes on this machine only" if method.hosts == "here" else "knows its hosts from elsewhere"
+            raise ValueError(f"hosts={hosts!r}: launcher={spec.launcher!r} {why}")
         changes["hosts"] = tuple(parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts)))
     if (interface := given["interface"]) is not None:
         names: Sequence[str] = interface.split(",") if isinstance(interface, str) else interface
         changes["interface"] = tuple(name.strip() for name in names if name.strip())
     if options:
+        method.check_options(name for name in options if not (name == "python" and method.python))
         changes["options"] = spec.options | {k: str(v) for k, v in options.items() if k != "python"}
         changes["python"] = options.get("python", spec.python)
     return msgspec.structs.replace(spec, **changes)
@@ -222,5 +240,5 @@ def _spec_to_join(where: Rendezvous, nodes: int | tuple[int, int] | None, folder
     if not most:
         raise ValueError(f"how many nodes are to come to {where}? Give nodes, or rank and world_size")
     return LaunchSpec(
-        "join", least=least or most, most=most, interface=where.interface, options=where.options, folder=folder
+        BY_JOINING, least=least or most, most=most, interface=where.interface, options=where.options, folder=folder
     )

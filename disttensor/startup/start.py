@@ -156,7 +156,8 @@ def init_master_worker(
         security: "curve" (encrypted and authenticated), or "none", on loopback only.
         launcher: "local" processes; "ssh": those of ``hosts``; "mpi": the processes of `mpiexec -n 5 dtrun script.py`;
             "inproc": threads of this process, for tests, which draw from this process's generator; "auto": dtrun's
-            launcher, else "ssh" if there are ``hosts``, else "local".
+            launcher, else "ssh" if there are ``hosts``, else "local". Also "slurm", "ray", and names that installed
+            packages or ``register_launch_method`` bring (docs/LAUNCHING.md).
         hosts: the hosts of nodes, and how many run on each: "a:4,b:4" or ["a:4", "b:4"]. Nodes 0 to 3 are on the first.
         interface: the interfaces, addresses or names of this machine by which other hosts reach it, as "eth0" or
             ["eth0", "10.0.0.1"]. Default: those on the way to the hosts.
@@ -253,9 +254,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     undo.callback(interrupts.restore)
     interrupts.look()
     starter: Launcher | None = None
-    if settings.launcher != "inproc":
+    if not settings.method.in_process:
         _check_descriptors(settings)
-        starter = get_launcher(settings.launcher).of(settings.spec)
+        starter = get_launcher(settings.method.name).of(settings.spec)
         undo.callback(starter.stop, 0)
     count = _count(settings.nodes, starter, settings.spec.least)
     if starter is not None and (why := descriptors.shortage(count)):  # libzmq ends a process that has none left
@@ -381,7 +382,7 @@ def _check_descriptors(settings: Settings) -> None:
 
     Raises StartError.
     """
-    if settings.launcher == "local":
+    if settings.method.hosts == "here":
         count = here = _count(settings.nodes, None, settings.spec.least)
     else:
         least = settings.nodes[0] if isinstance(settings.nodes, tuple) else settings.nodes

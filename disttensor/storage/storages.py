@@ -150,7 +150,7 @@ def address(tensor: DistributedTensor) -> int:
     """
     if not tensor.numel():
         return 0
-    _ = tensor._place.node  # one of a mesh has an address on each of its nodes: raises
+    _ = tensor._place.one  # one of a mesh has an address on each of its nodes: raises
     found = memory_of(tensor)
     return found.address + found.offset * tensor.itemsize
 

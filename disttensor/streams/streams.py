@@ -25,7 +25,7 @@ from ..session.node_context import current_node
 from ..session.node_context import forget as forget_node
 from ..session.node_context import node as node_context
 from ..session.node_context import use as use_node
-from ..session.places import Place
+from ..session.places import NodePlace
 
 Device = torch.device | str | int | None
 
@@ -39,7 +39,7 @@ class Owned:
 
     __slots__ = ("_dead", "ref")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePlace) -> None:
         self.ref = new_ref()
         self._dead = place.dead
 
@@ -72,7 +72,7 @@ class Stream:
         self._owned: Owned | None = Owned(self._place)
         self._place.outbox.add(c.Stream(self._owned.ref, self._place.name, self.priority), here())
 
-    def _set(self, place: Place) -> None:
+    def _set(self, place: NodePlace) -> None:
         self._place = place
         self.node = place.node  #: the node's number
         self.device = place.device  #: the torch.device, of type "node"
@@ -146,7 +146,7 @@ class Stream:
 class _Default(Stream):
     """The default stream of a device, which is never made."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePlace) -> None:
         self._set(place)
         self.priority = 0
         self._owned = None
@@ -164,7 +164,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._timing = enable_timing
-        self._place: Place | None = None
+        self._place: NodePlace | None = None
         self._owned: Owned | None = None
         self._reached = False
 
@@ -252,7 +252,7 @@ class Event:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return float(reply.value)  # type: ignore[arg-type]
 
-    def _asked(self) -> tuple[Place, int]:
+    def _asked(self) -> tuple[NodePlace, int]:
         assert self._place is not None
         assert self._owned is not None
         return self._place, self._owned.ref
@@ -376,8 +376,8 @@ def synchronize(node: torch.device | str | int | None = None, *, timeout: float 
     current.session().synchronize(None if node is None else _place(node).node, limit)
 
 
-def _place(node: torch.device | str | int | None, device: Device = None) -> Place:
+def _place(node: torch.device | str | int | None, device: Device = None) -> NodePlace:
     places = current.session().places
     if isinstance(device, (str, torch.device)) and torch.device(device).type == "node":
-        return places.of(torch.device(device))
-    return places.at(current_node() if node is None else node, device)
+        return places.of(torch.device(device)).one
+    return places.at(current_node() if node is None else node, device).one

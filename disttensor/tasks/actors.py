@@ -37,7 +37,7 @@ from ..runtime.shared.handles import Counted, Where
 from ..runtime.shared.objects import SCRIPT, Objects
 from ..session import current
 from ..session.node_context import chosen_node
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace
 from ..session.session import Session
 from ..streams import Stream
 from .announcing import Announcing
@@ -129,6 +129,7 @@ def actor(  # type: ignore[misc]  # of an __init__ that takes a ``node``, this o
             f"actor(node=) takes one node, not {shown(node)}: [dt.actor({kind.__name__}, node=n) for n in nodes]"
         )
     place = session.places.at(_default(session) if node is None else node)
+    # an actor lives on one node
     if isinstance(place, MeshPlace):
         raise TypeError(f"actor(node={shown(node)}): that is {place}, and an actor lives on one node")
     for name in _names(kind).intersection(_OWN):
@@ -178,7 +179,7 @@ class _Shared(NamedTuple):
 class _Living:
     """An actor on its node, which ends when the script has let go of this: handles keep it, and nodes' do."""
 
-    def __init__(self, session: Session, place: Place, kind: type[Any], announcing: Announcing) -> None:
+    def __init__(self, session: Session, place: NodePlace, kind: type[Any], announcing: Announcing) -> None:
         self.session, self.place, self.kind, self.announcing = session, place, kind, announcing
         self.node = place.node
         where = session.places.at(place.node, "cpu")
@@ -273,7 +274,14 @@ class Actor(Shared[Any], Counted, Generic[K]):
     """
 
     def __init__(
-        self, session: Session, place: Place, kind: type[K], args: Any, kwargs: Any, site: Any, announcing: Announcing
+        self,
+        session: Session,
+        place: NodePlace,
+        kind: type[K],
+        args: Any,
+        kwargs: Any,
+        site: Any,
+        announcing: Announcing,
     ) -> None:
         self.node = place.node
         self._kind, self._site = kind, site
@@ -292,7 +300,7 @@ class Actor(Shared[Any], Counted, Generic[K]):
         """
         return self._living.close()
 
-    def given(self, place: Place, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    def given(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give a handle on a node, which gets one now if it has none yet,
         ``beside`` what the node does otherwise or in its turn."""
         living = self._living

@@ -19,7 +19,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol import values
 from ..runtime.protocol.errors import NodeLost, PeerFailed, ProtocolError
 from ..session.current import session_of
-from ..session.places import Place
+from ..session.places import NodePlace
 from ..session.session import Session
 from .announcing import Announcing, announced_by, arguments_within, raised
 from .here import world_size
@@ -62,7 +62,7 @@ class Call:
     def __init__(
         self,
         session: Session,
-        place: Place,
+        place: NodePlace,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Any,
@@ -86,7 +86,7 @@ class Call:
         self._what = what or f"{name_of(fn)}()"
         self._sent = known_functions(session)
         self._keep = Keep(token)
-        self._beside: Place = place
+        self._beside: NodePlace = place
         self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.Mesh | None, int] = (None, 0)
         function = pickled(fn, place, self._keep, self._what)
@@ -202,7 +202,7 @@ class Calls:
         self._requests: list[Request] = []
         self.kept = True  #: whether the process group in which they ran still exists on all nodes
 
-    def add(self, place: Place, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
+    def add(self, place: NodePlace, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
         """Sends a function and its arguments to a node; returns the call. Raises as ``run`` does."""
         self._calls.append(Call(self._session, place, fn, args, kwargs, self._site))
         return self._calls[-1]
@@ -327,7 +327,7 @@ def first_of(failed: list[Exception]) -> Exception:
     return first
 
 
-def _adopted(geometry: c.Geometry, place: Place) -> DistributedTensor:
+def _adopted(geometry: c.Geometry, place: NodePlace) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
     where = place if place.hello.simulated else session.places.at(place.node, name)

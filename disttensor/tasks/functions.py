@@ -20,7 +20,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost, RemoteError
 from ..session import current
 from ..session.node_context import current_node
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace
 from ..session.session import Session
 from .calls import Call, Calls, Each, first_of, name_of
 from .process_groups import worlds_of
@@ -160,14 +160,14 @@ def interrupt(node: int | str | torch.device) -> int:
     that, with the node. Raises NodeLost, ValueError for a node that does not exist.
     """
     session = current.session()
-    place = session.places.at(node)
+    place = session.places.at(node).one
     session.link.check(place.outbox)
     requests = session.link.requests.waited_for(place.node, c.Result)
     # from the last one, or the next one would begin when that which runs has been interrupted
     return sum([session.link.cancel(place.node, request) for request in reversed(requests)])
 
 
-def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, Place | Targets]:
+def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, NodePlace | Targets]:
     """Returns where a function is to run, by the arguments ``node`` and ``nodes`` of ``what``: whether these are
     several nodes, whether as ranks of torch.distributed, and which. Raises TypeError, and as ``Targets``."""
     if session.shares_process and (found := where.found()) is not None:  # it would wait for itself
@@ -189,6 +189,7 @@ def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[b
     if node == "any":
         return False, False, session.places.at(least_loaded(session))
     place = session.places.at(current_node() if node is None else node)
+    # a function on one node has one result; for a mesh it has to be said whether ranks are processes of a group
     if isinstance(place, MeshPlace):
         raise TypeError(
             f"{what}(node={shown(node)}): that is {place}; node=mesh runs the function on each of its nodes, and "

@@ -12,7 +12,7 @@ from ..runtime.shared.handles import Where
 from ..runtime.shared.objects import Objects
 from ..runtime.shared.service import Service
 from ..session import current
-from ..session.places import Place
+from ..session.places import NodePlace
 from ..session.session import Session
 from .calls import Call
 from .sending import pickled_alone
@@ -75,7 +75,7 @@ class Held:
         self._names.append(handle)
         self._session.before_functions = self._tell
 
-    def _tell(self, place: Place, site: Any) -> None:
+    def _tell(self, place: NodePlace, site: Any) -> None:
         """Tells a node the names that it has not been told, before a function that may ask for one."""
         told, self._told[place.node] = self._told.get(place.node, 0), len(self._names)
         new = self._names[told:]

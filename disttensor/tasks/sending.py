@@ -32,7 +32,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.framing import pieces
 from ..runtime.protocol.values import is_announcable
 from ..session.current import session_of
-from ..session.places import Place, one_session
+from ..session.places import NodePlace, one_session
 from ..session.session import Session
 from . import by_name
 from .reloaded_modules import Modules
@@ -44,7 +44,7 @@ _NO_FILE = "<dynamic-code>"
 class Result(Work[T_co]):
     """A Work whose result lies on a node, where other functions may use it."""
 
-    def on_node(self, place: Place) -> int:
+    def on_node(self, place: NodePlace) -> int:
         """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""
         return 0
 
@@ -52,7 +52,7 @@ class Result(Work[T_co]):
 class Shared(Generic[T_co]):
     """An object among arguments that a node is given once: see shared.py."""
 
-    def given(self, place: Place, beside: bool) -> tuple[Any, tuple[Any, ...]]:
+    def given(self, place: NodePlace, beside: bool) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node. ``beside``: they are for a function
         that does not wait for what the node is at."""
         raise NotImplementedError
@@ -73,14 +73,14 @@ class Keep:
     def __bool__(self) -> bool:
         return bool(self.tensors or self.results)
 
-    def result(self, work: Result[Any], place: Place) -> int | None:
+    def result(self, work: Result[Any], place: NodePlace) -> int | None:
         """Keeps a result, and returns its ref; None where it is not of that node."""
         ref = work.on_node(place)
         if ref:
             self.results[ref] = work
         return (ref if self.token is None else -ref) or None
 
-    def copy(self, value: Any, tensor: DistributedTensor, place: Place) -> DistributedTensor:
+    def copy(self, value: Any, tensor: DistributedTensor, place: NodePlace) -> DistributedTensor:
         """Returns a copy of a tensor that is on the node already, if it is to be one: of one that comes twice the same
         copy."""
         if self.token is None or value is self.token:
@@ -121,7 +121,7 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
-def pickled(value: Any, place: Place, keep: Keep, what: str) -> bytes:
+def pickled(value: Any, place: NodePlace, keep: Keep, what: str) -> bytes:
     """Pickles a value with its tensors, and what functions of the node have returned, replaced by refs; ``keep`` gets
     what is behind them.
 
@@ -248,7 +248,7 @@ class _Alone(_Noting):
 
 
 class _Pickler(_Noting):
-    def __init__(self, file: io.BytesIO, place: Place, keep: Keep, modules: Modules) -> None:
+    def __init__(self, file: io.BytesIO, place: NodePlace, keep: Keep, modules: Modules) -> None:
         super().__init__(file, modules)
         self._place = place
         self._keep = keep
@@ -282,7 +282,7 @@ class _Pickler(_Noting):
 
 @uninterrupted
 def send(
-    place: Place,
+    place: NodePlace,
     sent: set[tuple[int, bytes]] | None,
     function: tuple[bytes, bytes],
     arguments: tuple[bytes, bytes],
@@ -297,6 +297,6 @@ def send(
         _pieces(place, *arguments, site)
 
 
-def _pieces(place: Place, key: bytes, data: bytes, site: Any) -> None:
+def _pieces(place: NodePlace, key: bytes, data: bytes, site: Any) -> None:
     for piece, last in pieces(data):
         place.outbox.add(c.Piece(key, piece, last), site)

@@ -12,7 +12,7 @@ from ..runtime.master.route import waits
 from ..runtime.node import shared_objects
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
-from ..session.places import Place
+from ..session.places import NodePlace
 from ..session.session import Session
 from .calls import Call, Ready
 from .sending import Shared
@@ -33,7 +33,7 @@ class Ref(Shared[T]):
         self._ready = Ready()
         self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
 
-    def given(self, place: Place, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    def given(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet,
         ``beside`` what the node does otherwise or in its turn."""
         if place.session is not self._session:
@@ -44,7 +44,7 @@ class Ref(Shared[T]):
                 kept = self._kept[place.node] = self._send(place, beside)
             return shared_objects.get, (kept,)
 
-    def _send(self, place: Place, beside: bool) -> Submitted[Any]:
+    def _send(self, place: NodePlace, beside: bool) -> Submitted[Any]:
         session, site = self._session, here()
         call = Call(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
         try:
@@ -73,5 +73,5 @@ def share(obj: T, nodes: Iterable[int] | None = None) -> Ref[T]:
     waits("share")
     ref = Ref(session, obj)
     for node in new_group(nodes).nodes if nodes is not None else ():
-        ref.given(session.places.at(node))
+        ref.given(session.places.at(node).one)
     return ref

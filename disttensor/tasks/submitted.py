@@ -22,7 +22,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import CancelledError, DisttensorError, NodeLost
 from ..session import current
 from ..session.node_context import chosen_node
-from ..session.places import Place
+from ..session.places import NodePlace
 from ..session.session import Session
 from ..streams.streams import Event, Owned, Stream, current_stream
 from .announcing import Announcing
@@ -165,7 +165,7 @@ def begin(
     """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's.
     ``announcing``, ``what``: as for Call."""
     what = what or f"{name_of(fn)}()"
-    call = Call(session, session.places.at(node), fn, args, kwargs, site, what=what, announcing=announcing)
+    call = Call(session, session.places.at(node).one, fn, args, kwargs, site, what=what, announcing=announcing)
     try:
         return issue(session, [call], what, site, beside=beside)
     finally:
@@ -372,7 +372,7 @@ class Submitted(Result[T_co]):
         """Has ``fn`` called at its end, in any thread, by one who waits for it: it must not block."""
         self._ended.tell(fn)
 
-    def on_node(self, place: Place) -> int:
+    def on_node(self, place: NodePlace) -> int:
         """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""
         part = self.parts[0]
         alone = self._targets is None and place.session is self._session and place.node == part.call.place.node

@@ -9,7 +9,7 @@ from ..collectives.groups import new_group
 from ..meshes.mesh import Mesh, place_of
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
-from ..session.places import Place, where
+from ..session.places import NodePlace, where
 from ..session.session import Session
 
 
@@ -20,7 +20,7 @@ class Targets:
         """Raises what ``new_group`` does for what is no mesh, DisttensorError for a mesh that is closed, or another
         session's."""
         self.given = given if isinstance(given, Mesh) else new_group(given)  #: what the user calls them
-        self.places: list[Place]
+        self.places: list[NodePlace]
         self.mesh: c.Mesh | None = None  #: the mesh that they are
         if isinstance(self.given, Mesh):
             place = place_of(self.given, "run")
@@ -30,7 +30,7 @@ class Targets:
             device = "cuda" if place.is_cuda() and not place.hello.simulated else "cpu"
             self.mesh = c.Mesh(self.given.names, self.given.shape, device)
         else:
-            self.places = [session.places.at(node) for node in self.given]
+            self.places = [session.places.at(node).one for node in self.given]
 
     def __len__(self) -> int:
         return len(self.places)

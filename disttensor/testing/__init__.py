@@ -85,7 +85,7 @@ def queued(node: int | None = None) -> Queued:
     Raises ValueError for a node that does not exist, DisttensorError without a session.
     """
     session = current.session()
-    ranks = range(len(session.nodes)) if node is None else [session.places.at(node).node]
+    ranks = range(len(session.nodes)) if node is None else [session.places.at(node).one.node]
     boxes = [session.nodes[rank].outbox for rank in ranks]
     queues = [queue for queue in session.link.queues if not set(ranks).isdisjoint(queue.ranks)]
     with session.link.lock:

@@ -20,7 +20,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.holdings import by_line, held, size
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace, Place
 
 Where: TypeAlias = torch.device | str | int | None
 
@@ -120,7 +120,7 @@ def empty_cache(device: Where = None) -> None:
         _ask(place, "trim")
 
 
-def _summary(place: Place, abbreviated: bool) -> str:
+def _summary(place: NodePlace, abbreviated: bool) -> str:
     told = _ask(place, largest=0 if abbreviated else _NAMED)
     figures, hello = dict(told.figures), place.hello
     peak = figures.get(f"{_BYTES}.peak")
@@ -146,13 +146,14 @@ def _ask(place: Place, first: str = "", largest: int = 0) -> c.MemoryFigures:
     return place.session.ask(place, c.MemoryFigures, lambda id: c.MemoryStats(id, place.name, first, largest), None)
 
 
-def _places(device: Where) -> tuple[Place, ...]:
+def _places(device: Where) -> tuple[NodePlace, ...]:
     return current.session().places.at("node" if device is None else device).members
 
 
-def _place(device: Where, what: str) -> Place:
+def _place(device: Where, what: str) -> NodePlace:
     """Returns the place of one node. Raises DisttensorError for a mesh's: its nodes differ, and none is all."""
     place = current.session().places.at("node" if device is None else device)
+    # each node has figures of its own
     if isinstance(place, MeshPlace):
         raise DisttensorError(
             f"torch.node.{what} is about one node, and {place} has {len(place.ranks)}: "

@@ -105,6 +105,7 @@ def refusing_modules(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _advice(ours: str, place: Place) -> str:
     """Returns the call of ours for a model at this place."""
+    # a model on a node has to go to a mesh first
     if not isinstance(place, MeshPlace):
         return f"{ours}(model.to(mesh), mesh), where mesh is dt.mesh(dp={len(place.session.nodes)}),"
     over = "" if "dp" in place.axes else f", over={next(iter(place.dims))!r}"
@@ -120,6 +121,7 @@ def _refusal(tensor: DistributedTensor) -> TypeError:
     called = [frame.f_code.co_qualname for frame in _called() if not frame.f_code.co_name.startswith("_get")]
     name = next((name for name in reversed(called) if not name.startswith("_")), called[-1] if called else "")
     ours, place = _OURS.get(name, f"dt.collectives.{name}"), tensor._place
+    # what to write depends on whether the tensor has dims
     if not isinstance(place, MeshPlace):
         call = f"{ours} does it for tensors on nodes, from the script"
     elif ours in _OVER_DIMS:

@@ -19,6 +19,7 @@ Named = tuple[str, torch.Tensor]
 def place_of(tensor: Any) -> MeshPlace | None:
     """Returns the mesh that a tensor is on; None for one that is on none."""
     place = where_is(tensor)
+    # training over dims needs dims
     return place if isinstance(place, MeshPlace) else None
 
 

@@ -29,6 +29,7 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def forward(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
         place = where_is(input)
+        # a node's batch is the whole batch
         if not (self.training and isinstance(place, MeshPlace) and input.numel()):
             return original(self, input)  # type: ignore[no-any-return]
         self._check_input_dim(input)

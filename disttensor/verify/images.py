@@ -99,7 +99,7 @@ def at_home(tensor: DistributedTensor) -> DistributedTensor:
     """Returns a proxy of the same tensor without a graph, at the place itself if it is seen at the twin
     (composites/as_cpu.py)."""
     h = tensor._h
-    place = h.meta.place.session.places.at(h.meta.place.node, h.meta.place.name)
+    place = h.meta.place.session.places.at(h.meta.place.one.node, h.meta.place.name)
     if h.meta.place is not place:
         m = h.meta
         if not h.ref:

@@ -19,7 +19,7 @@ from ..dispatch.op_table import enter
 from ..proxy.proxy import DistributedTensor
 from ..runtime.collective import ReduceOp
 from ..runtime.master.route import route
-from ..session.places import MeshPlace, Place
+from ..session.places import Place
 
 aten = torch.ops.aten
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -186,7 +186,8 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 
-Rows = Sequence[Sequence[torch.Tensor]]
+Row = Sequence[torch.Tensor]
+Rows = Sequence[Row]
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -201,34 +202,40 @@ def reduced(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     return total.to(dtype)
 
 
-def collected(collective: CollectiveCall, inputs: Rows) -> list[list[torch.Tensor]]:
+def _all_gather(collective: CollectiveCall, inputs: Rows, every: Row, counts: list[int]) -> Rows:
+    if collective.shares and len(every) > 1 and set(counts) == {1}:
+        return [[torch.cat([x.reshape(-1) for x in every])]] * len(inputs)
+    return [[every[k % len(every)] for k in range(n)] for n in counts]
+
+
+def _reduced(collective: CollectiveCall, inputs: Rows, every: Row, counts: list[int]) -> Rows:
+    total = reduced(every, collective.op)
+    return [[total] * n for n in counts]
+
+
+#: What computes each kind of collective from local inputs: the call, each node's inputs, all of them in one list, and
+#: how many tensors each node writes.
+REFERENCES: dict[str, Callable[[CollectiveCall, Rows, Row, list[int]], Rows]] = {
+    "all_reduce": _reduced,
+    "reduce": _reduced,
+    "broadcast": lambda it, inputs, every, counts: [[inputs[it.root][0]] * n for n in counts],
+    "all_gather": _all_gather,
+    "gather": lambda it, inputs, every, counts: [every[:n] for n in counts],
+    "scatter": lambda it, inputs, every, counts: [[x] for x in inputs[it.root]],
+    "reduce_scatter": lambda it, inputs, every, counts: [
+        [reduced([row[i] for row in inputs], it.op)] for i in range(len(inputs))
+    ],
+    "all_to_all": lambda it, inputs, every, counts: [[row[i] for row in inputs] for i in range(len(inputs))],
+    "shift": lambda it, inputs, every, counts: [[inputs[(i - it.root) % len(inputs)][0]] for i in range(len(inputs))],
+}
+
+
+def collected(collective: CollectiveCall, inputs: Rows) -> Rows:
     """Returns the tensors that a collective writes, for each node the values of its ``outs`` in order, computed from
     local ``inputs`` of each node."""
     every = [x for row in inputs for x in row]
     counts = [len(part.outs) for part in collective.parts]
-    ranks = range(len(inputs))
-    match collective.kind:
-        case "all_reduce" | "reduce":
-            total = reduced(every, collective.op)
-            return [[total] * n for n in counts]
-        case "broadcast":
-            return [[inputs[collective.root][0]] * n for n in counts]
-        case "all_gather" if collective.shares and len(every) > 1 and set(counts) == {1}:
-            return [[torch.cat([x.reshape(-1) for x in every])]] * len(inputs)
-        case "all_gather":
-            return [[every[k % len(every)] for k in range(n)] for n in counts]
-        case "gather":
-            return [every[:n] for n in counts]
-        case "scatter":
-            return [[inputs[collective.root][i]] for i in ranks]
-        case "reduce_scatter":
-            return [[reduced([row[i] for row in inputs], collective.op)] for i in ranks]
-        case "all_to_all":
-            return [[row[i] for row in inputs] for i in ranks]
-        case "shift":
-            return [[inputs[(i - collective.root) % len(inputs)][0]] for i in ranks]
-        case _:
-            raise NotImplementedError(collective.kind)
+    return REFERENCES[collective.kind](collective, inputs, every, counts)
 
 
 def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
@@ -240,7 +247,4 @@ def place_of(args: Any, kwargs: Any, place: Place | None) -> Place | None:
     first = next((x for x in proxies if x.dim()), proxies[0] if proxies else None)
     if first is None:
         return None
-    held = first._h.meta.place
-    if isinstance(held, MeshPlace):
-        return held
-    return held.session.places.at(held.node, held.name)  # type: ignore[no-any-return]
+    return first._h.meta.place.origin  # type: ignore[no-any-return]

@@ -34,6 +34,7 @@ from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
 from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.collective_kinds import KINDS
 from ..runtime.protocol.errors import VerifyError
 from ..session.places import MeshPlace, Place
 from ..session.session import Session
@@ -65,6 +66,7 @@ _MESH = "each rank of a mesh has values of its own"
 
 
 def _is_on_mesh(tensor: Any) -> bool:
+    # local torch computes one result, and a mesh has one for each rank
     return isinstance(tensor, DistributedTensor) and isinstance(tensor._place, MeshPlace)
 
 
@@ -157,6 +159,7 @@ class SelfCheck:
             return call()
         place = place_of(args, kwargs, place)
         why = skipped(op, args, kwargs, composite) or ("" if place else "no operand is on a node")
+        # local torch computes one result, and a mesh has one for each rank
         why = why or (_MESH if isinstance(place, MeshPlace) else "")
         if why or place is None:
             self._skipped[why] += 1
@@ -203,6 +206,7 @@ class SelfCheck:
     ) -> DistributedTensor:
         if not self._chosen():
             return call()
+        # local torch computes one result, and a mesh has one for each rank
         if why := _unrun() or (_MESH if isinstance(place, MeshPlace) or _is_on_mesh(source) else ""):
             self._skipped[why] += 1
             return call()
@@ -266,7 +270,8 @@ class SelfCheck:
         call = partial(_issue_collective, collective, session, async_op)
         if not self._chosen():
             return call()
-        why = _unrun() or ("a barrier has no values" if collective.kind == "barrier" else "")
+        kind = KINDS[collective.kind]
+        why = _unrun() or ("" if kind.values else f"a {kind.users_name} has no values")
         if why:
             self._skipped[why] += 1
             return call()
@@ -281,7 +286,7 @@ class SelfCheck:
         with plain_torch():
             expected = collected(collective, rows)
             terms = [x.double().abs().max() for row in rows for x in row if x.numel() and not x.is_complex()]
-        size = float(torch.stack(terms).nan_to_num().sum()) if terms and collective.kind.find("reduce") >= 0 else 0.0
+        size = float(torch.stack(terms).nan_to_num().sum()) if terms and kind.reduces else 0.0
         for node, part, got, wanted in zip(collective.group.nodes, collective.parts, outs, expected, strict=True):
             place = session.places.at(node)
             for i, (actual, right) in enumerate(zip(got, wanted, strict=True)):
@@ -390,13 +395,13 @@ class SelfCheck:
         tensors = [operand_name(x) for _, x in operands if isinstance(x, torch.Tensor)]
         raise VerifyError(
             f"{name}: a node's result is not that of local torch: {told}\n"
-            f"  computed: on node {place.node} {place.name} (host {hello.host}, pid {hello.pid})\n"
+            f"  computed: on node {place.one.node} {place.name} (host {hello.host}, pid {hello.pid})\n"
             f"  issued: {line}\n"
             f"  operands: {'; '.join(tensors[:8]) or 'none'}{' ...' if len(tensors) > 8 else ''}\n"
             "  to do: run this line by itself with verify=1.0. If it differs on another machine too, it is a defect of "
             "disttensor or of a kernel: report it with this text. If not, suspect this one's memory and processor",
             operator=name,
-            node=place.node,
+            node=place.one.node,
             line=line,
         )
 

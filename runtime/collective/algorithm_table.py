@@ -1,4 +1,5 @@
-"""Chooses the algorithm of a collective: one table, by bytes and by the number of ranks.
+"""Chooses the algorithm of a collective: one table, by bytes and by the number of ranks. Which algorithms there are
+stands in protocol/collective_kinds.py.
 
 The numbers are those of tools/bench/collectives.py with the channels shm and tcp on one host, where a message costs
 as much as to copy some hundred KiB: few messages win, and short ones cost more than what they overlap. Between hosts,
@@ -32,15 +33,6 @@ class Way:
 
 #: The name of the algorithm that is the channel's own.
 NATIVE = "native"
-
-#: The algorithms of each collective that has several.
-ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("all", "doubling", "halving", "direct", "ring", "tree"),
-    "reduce": ("tree", "scatter"),
-    "broadcast": ("tree",),
-    "all_gather": ("direct", "ring"),
-    "reduce_scatter": ("direct", "ring"),
-}
 
 _ALWAYS = 1 << 62
 

@@ -33,6 +33,8 @@ def native(
     ``number`` is the channel's id of the collective.
     """
     channel = exchange.channel
+    if kind == "broadcast" and inputs and outs:  # over dims of a mesh a tensor is both: the root's is read only
+        inputs, outs = (inputs, ()) if exchange.me == root else ((), outs)
     with torch.inference_mode():
         ours, theirs = [_flat(exchange, x) for x in inputs], [_flat(exchange, x) for x in outs]
         try:

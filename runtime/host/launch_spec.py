@@ -30,7 +30,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LaunchSpec(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The order by which the root gets nodes."""
 
-    launcher: str  #: the name of the host starter (registry.py)
+    launcher: str  #: the name of the launch method (launch/registry.py)
     hosts: tuple[Host, ...] = ()
     least: int = 0  #: the number of nodes (not hosts) to begin with; 0: as many as the master asks for
     most: int = 0  #: the most nodes; 0: as many as the hosts have slots, or as are asked for
@@ -42,6 +42,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     output: Output = Output()
     silence: Silence = Silence()  #: when a host of which nothing is heard pauses, is lost, and ends
     folder: str = ""  #: the script's folder: modules in it are for the nodes, too, wherever they are (tree/shipping.py)
+    starter: str = ""  #: "module:Class" of the method's host starter, where only the script's process knows the method
 
     @property
     def slots(self) -> int:

@@ -83,10 +83,10 @@ def setting(argument: str, given: Any, environment: Mapping[str, str], said: Lau
 def for_script(options: Any, spec: LaunchSpec) -> dict[str, str]:
     """Returns the environment variables by which dtrun passes its options on to its script.
 
-    ``options``: dtrun's parsed options. The number of nodes is left to the LaunchSpec where `-n` counts those of each
-    host.
+    ``options``: dtrun's parsed options. The number of nodes is left to the LaunchSpec where that says it, as where `-n`
+    counts those of each host.
     """
     told = {row.variable: getattr(options, row.dest) for row in SETTINGS if row.variable}
-    if spec.launcher not in ("local", "mpi"):
+    if spec.hosts or spec.most:
         del told["DISTTENSOR_NODES"]
     return {name: str(value) for name, value in told.items() if value is not None}

@@ -6,8 +6,8 @@ tensors of the right lengths and arbitrary contents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -25,57 +25,89 @@ from .store import Value
 Tensors = list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Call:
+    """A collective that a rank runs: the command, the rank's end of it, and the algorithm, if one was named."""
+
+    command: c.Collective
+    wire: Exchange
+    way: Way | None
+
+    @property
+    def op(self) -> ReduceOp:
+        return ReduceOp(self.command.op)
+
+    @property
+    def root(self) -> int:
+        return self.command.root
+
+    @property
+    def hosts(self) -> tuple[int, ...] | None:
+        return self.command.hosts or None
+
+
+def _shift(call: Call, inputs: Tensors, outs: Tensors) -> None:
+    me, size = call.wire.me, call.wire.size
+    collective.sendreceive(call.wire, inputs[0], outs[0], (me + call.root) % size, (me - call.root) % size)
+
+
+#: What runs each kind of collective where every rank has one tensor, or one for each rank.
+RUNNERS: dict[str, Callable[[Call, Tensors, Tensors], None]] = {
+    "all_reduce": lambda it, ins, outs: collective.all_reduce(it.wire, ins[0], outs[0], it.op, it.way, it.hosts),
+    "reduce": lambda it, ins, outs: collective.reduce(it.wire, ins[0], next(iter(outs), None), it.root, it.op, it.way),
+    "broadcast": lambda it, ins, outs: collective.broadcast(it.wire, (ins or outs)[0], it.root, it.way, it.hosts),
+    "all_gather": lambda it, ins, outs: collective.all_gather(it.wire, ins[0], outs, it.way),
+    "gather": lambda it, ins, outs: collective.gather(it.wire, ins[0], outs, it.root),
+    "scatter": lambda it, ins, outs: collective.scatter(it.wire, ins, outs[0], it.root),
+    "reduce_scatter": lambda it, ins, outs: collective.reduce_scatter(it.wire, ins, outs[0], it.op, it.way),
+    "all_to_all": lambda it, ins, outs: collective.all_to_all(it.wire, ins, outs),
+    "shift": _shift,
+    "barrier": lambda it, ins, outs: collective.barrier(it.wire),
+}
+
+Between = Callable[[Tensors, Tensors], None]
+
+
+def _reduce_shares(call: Call, inputs: Tensors, outs: Tensors, between: Between) -> None:
+    shares.reduced(call.wire, call.op, inputs, outs, sum(call.command.shares), between)
+
+
+def _gather_shares(call: Call, inputs: Tensors, outs: Tensors, between: Between) -> None:
+    if len(outs) == 1:
+        shares.gathered_into(inputs, outs[0], call.command.shares, between)
+    else:
+        shares.gathered(call.wire, inputs, outs, call.command.shares, between)
+
+
+#: What runs each kind of collective for which a rank may have several tensors, by ``between``, which runs it for one.
+SHARES: dict[str, Callable[[Call, Tensors, Tensors, Between], None]] = {
+    "all_reduce": _reduce_shares,
+    "reduce": _reduce_shares,
+    "broadcast": lambda it, ins, outs, between: shares.broadcast(ins, outs, between),
+    "all_gather": _gather_shares,
+}
+
+
 def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) -> None:
     """Runs a collective, also one for which ranks have several tensors.
 
-    Raises what ``Exchange.end`` does, ProtocolError.
+    Raises what ``Exchange.end`` does, ProtocolError for an unknown kind.
     """
-    if not command.shares:
-        _run_one_each(command, wire, inputs, outs)
-        return
-    between = partial(_run_one_each, command, wire)
-    match command.kind:
-        case "all_reduce" | "reduce":
-            shares.reduced(wire, ReduceOp(command.op), inputs, outs, sum(command.shares), between)
-        case "broadcast":
-            shares.broadcast(inputs, outs, between)
-        case "all_gather" if len(outs) == 1:
-            shares.gathered_into(inputs, outs[0], command.shares, between)
-        case "all_gather":
-            shares.gathered(wire, inputs, outs, command.shares, between)
-        case _:
-            between(inputs, outs)
+    run = RUNNERS.get(command.kind)
+    if run is None:
+        raise ProtocolError(f"there is no collective {command.kind!r}")
+    call = Call(command, wire, Way(command.algorithm, command.base, command.chunk) if command.algorithm else None)
 
+    def between(ins: Tensors, into: Tensors) -> None:
+        if command.algorithm == NATIVE:
+            collective.native(wire, command.kind, ins, into, call.op, call.root, command.transfer)
+        else:
+            run(call, ins, into)
 
-def _run_one_each(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) -> None:
-    op, root = ReduceOp(command.op), command.root
-    if command.algorithm == NATIVE:
-        collective.native(wire, command.kind, inputs, outs, op, root, command.transfer)
-        return
-    way = Way(command.algorithm, command.base, command.chunk) if command.algorithm else None
-    match command.kind:
-        case "all_reduce":
-            collective.all_reduce(wire, inputs[0], outs[0], op, way, command.hosts or None)
-        case "reduce":
-            collective.reduce(wire, inputs[0], next(iter(outs), None), root, op, way)
-        case "broadcast":
-            collective.broadcast(wire, (inputs or outs)[0], root, way, command.hosts or None)
-        case "all_gather":
-            collective.all_gather(wire, inputs[0], outs, way)
-        case "gather":
-            collective.gather(wire, inputs[0], outs, root)
-        case "scatter":
-            collective.scatter(wire, inputs, outs[0], root)
-        case "reduce_scatter":
-            collective.reduce_scatter(wire, inputs, outs[0], op, way)
-        case "all_to_all":
-            collective.all_to_all(wire, inputs, outs)
-        case "shift":
-            collective.sendreceive(wire, inputs[0], outs[0], (wire.me + root) % wire.size, (wire.me - root) % wire.size)
-        case "barrier":
-            collective.barrier(wire)
-        case _:
-            raise ProtocolError(f"there is no collective {command.kind!r}")
+    if command.shares and (several := SHARES.get(command.kind)) is not None:
+        several(call, inputs, outs, between)
+    else:
+        between(inputs, outs)
 
 
 def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:

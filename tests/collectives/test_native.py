@@ -159,3 +159,61 @@ def test_a_graph_records_it(three):
             x.fill_(k)
         graph.replay()
         assert [y[0].item() for y in ys] == [N * (k + 1)] * N
+
+
+def over_dims(m, over, **own):
+    """What collectives over dims of a mesh give, by rank."""
+    named = {"algorithm": own["algorithm"]} if own else {}
+    x = dt.meshes.from_shards(m, [random(k, 12) for k in range(len(m))])
+    into = dt.meshes.from_shards(m, [random(k, 12) for k in range(len(m))])
+    dt.collectives.all_reduce_(into, "max", over=over, **named)
+    outs = [
+        into,
+        dt.all_reduce(x, "avg", over=over, **named),
+        dt.all_gather(x, over=over, **named),
+        dt.reduce_scatter(x, over=over, **named),
+        dt.broadcast(x, over=over, src=1),
+        dt.collectives.all_to_all(x, over=over),
+        dt.collectives.permute_ranks(x, over=over),
+        dt.all_reduce(x, over=over, async_op=True, **named).result(),
+    ]
+    return [[shard.cpu() for shard in out.shards()] for out in outs]
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_over_dims_of_a_mesh(channel):
+    """Each group does it by itself, and as lists have it: by the session's channel, a selected one, an algorithm."""
+    with dt.init_master_worker(nodes=4, launcher="inproc"):
+        m = dt.mesh(dp=2, tp=2)
+        for over in ("dp", "tp", ("dp", "tp")):
+            with testing.MessageLog() as log:
+                ours = over_dims(m, over)
+                assert set(algorithms(log)) == {""}
+                by_ring = over_dims(m, over, algorithm="ring") if over == "dp" else ours
+            dt.channels.select("*", CHANNELS[channel])
+            with testing.MessageLog() as log:
+                native = over_dims(m, over)
+                assert "native" in algorithms(log)
+            dt.channels.reset()
+            for one, ring, other in zip(ours, by_ring, native, strict=True):
+                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(one, ring)
+
+
+def test_over_dims_an_algorithm_is_selected_or_named(three, log):
+    m = dt.mesh(dp=N)
+    x = dt.replicate(torch.ones(5), m)
+    assert dt.all_reduce(x, over="dp").at(dp=0).sum().item() == 5 * N
+    assert dt.all_reduce(x, over="dp", algorithm="ring").at(dp=1).sum().item() == 5 * N
+    dt.channels.select("all_reduce", algorithm="doubling")
+    assert dt.all_reduce(x, over="dp").at(dp=0).sum().item() == 5 * N
+    assert algorithms(log) == ["native", "ring", "doubling"] * N  # of each node
+    for wrong, call in (
+        (
+            "all_reduce has no algorithm 'rings'; it has all, doubling",
+            lambda: dt.all_reduce(x, over="dp", algorithm="rings"),
+        ),
+        ("broadcast has no algorithm 'ring'; it has tree", lambda: dt.broadcast(x, over="dp", algorithm="ring")),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            call()

@@ -15,7 +15,7 @@ from limits import HANG
 from ports import free_port
 
 PAGE = (ROOT / "docs" / "LAUNCHING.md").read_text()
-PROGRAM, PLAIN, CHECK, SESSION = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PROGRAM, PLAIN, CHECK, SESSION, PODS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SHOWN = re.findall(r"^    \$ (.*)\n    (?!\$)(.+)\n", PAGE, re.MULTILINE)
 LATER = re.findall(r"^    \$ (.*--connection-file.*)\n", PAGE, re.MULTILINE)
 
@@ -99,6 +99,25 @@ def test_a_session_with_it(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     (tmp_path / "session.py").write_text(SESSION)
     assert shell.run("python session.py") == "6.0\n"
+
+
+def test_a_command_of_ones_own(shell: Shell, tmp_path: Path) -> None:
+    """The page's package, with a kubectl that runs here what would run in a pod."""
+    (tmp_path / "pods.py").write_text(PODS)
+    info = tmp_path / "pods-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pods\nVersion: 1\n")
+    ((group, point),) = re.findall(r'\[project\.entry-points\."(.*)"\]\n(.*)\n', PAGE)
+    (info / "entry_points.txt").write_text(f"[{group}]\n{point.replace(chr(34), '')}\n")
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text('#!/bin/sh\ntest "$1 $2 $3 $4 $5 $6" = "exec -i -n x 127.0.0.1 --" && exec "$7" "$8" "$9"\n')
+    kubectl.chmod(0o700)
+    shell.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    command = next(
+        found for found in re.findall(r"^    \$ (dtrun --launcher pods .*)\n", PAGE, re.MULTILINE) if "--check" in found
+    )
+    table = shell.run(command.replace("pod-a,pod-b", "127.0.0.1") + " --launcher-option namespace=x")
+    assert table.splitlines()[1].split()[-1] == "ok"
 
 
 def test_all_pages_are_named() -> None:

@@ -204,10 +204,10 @@ def test_traffic_that_cannot_be_fails_the_node(figures: c.Figures, wire: Wire) -
     for number, rows in enumerate([((1, 2, 0.5), figures), (figures, (1, 2, 0.5))], 1):
         with pytest.raises(ProtocolError, match=r"seconds, not|are not negative"):
             codec.check_reply(c.Counts(number, (("tcp", "transfers", 1, *rows),)))
-    request = wire.link.request(0, c.Counts)
+    request = wire.link.requests.new(0, c.Counts)
     wire.say(c.Counts(request.id, (("tcp", "transfers", 1, (1, 2, 0.5), figures),)))
     with pytest.raises(dt.NodeLost, match="broke the protocol"):
-        wire.link.wait(request, 20)
+        wire.link.waiting.wait(request, 20)
 
 
 @pytest.mark.parametrize("name", REASONS)

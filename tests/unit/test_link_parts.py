@@ -93,7 +93,7 @@ class Parts:
 def test_the_state(state: LinkState) -> None:
     box = state.nodes[1].outbox
     state.check(box)
-    box.lose(NodeLost(1, "a", 1, "it fell"))
+    state.nodes[1].lose(NodeLost(1, "a", 1, "it fell"))
     with state.unheard(), pytest.raises(NodeLost, match="it fell"):
         state.check(box)
     assert state.told_losses == set()

@@ -139,8 +139,7 @@ WAYS: dict[Life, tuple[str, ...]] = {
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Script]]:
     """Makes scripts that do nothing by themselves, and in which no time passes."""
-    monkeypatch.setattr(IdleFlush, "start", lambda idle: None)
-    monkeypatch.setattr(IdleFlush, "join", lambda idle: None)
+    monkeypatch.setattr(IdleFlush, "_run", lambda idle: None)
     monkeypatch.setattr(losses, "EXIT_CAUSE_TIMEOUT", float("inf"))
     scripts: list[Script] = []
 

@@ -48,6 +48,8 @@ PUBLIC = {
     "disttensor.verify",
     "disttensor.views",
     "disttensor.runtime.channel",
+    "disttensor.runtime.launch",
+    "disttensor.runtime.launch.starters.command",
 }
 
 #: Types of PyTorch 0.x, which are at the first level and not in its ``dir``.

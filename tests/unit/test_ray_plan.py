@@ -56,7 +56,6 @@ def test_what_its_driver_does_not_say(line: bytes) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gpus": "1"}, "launcher='ray' has no option 'gpus' \\(known: address, num_cpus, num_gpus, strategy\\)"),
         ({"strategy": "x"}, "strategy='X' is none of Ray's \\(known: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD\\)"),
         ({"num_cpus": "x"}, "num_cpus='x' is no number"),
     ],

@@ -136,8 +136,8 @@ def test_where_processes_meet_dtrun_has_no_say() -> None:
 
 
 def test_what_auto_stands_for() -> None:
-    assert of(automatic="mpi").launcher == "mpi"
-    assert of(automatic="mpi", hosts="a").launcher == "ssh"
+    assert of(automatic="mpi").method.name == "mpi"
+    assert of(automatic="mpi", hosts="a").method.name == "ssh"
     assert of({}, SAID, launcher="local", folder="/f").spec == LaunchSpec("local", folder="/f")
     assert of({}, SAID, hosts="x:1").spec.env == {}  # of the script's own: not what dtrun was asked for
 
@@ -184,11 +184,11 @@ def test_one_of_several_copies_of_a_script(environment: dict[str, str], error: s
     for given in ({}, {"hosts": "a:1"}):
         with pytest.raises(ValueError, match=error):
             of(environment, **given)
-    assert of(environment, init_method="local://").launcher == "local"
-    assert of(environment, launcher="inproc").launcher == "inproc"
-    assert of(environment, SAID).launcher == "ssh"  # dtrun is one of them, and has started the script once
+    assert of(environment, init_method="local://").method.name == "local"
+    assert of(environment, launcher="inproc").method.name == "inproc"
+    assert of(environment, SAID).method.name == "ssh"  # dtrun is one of them, and has started the script once
     where = Rendezvous("env", rank=0, size=2)
-    assert of(environment, init_method="env://", where=where).launcher == "join"
+    assert of(environment, init_method="env://", where=where).method.name == "join"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_one_of_several_copies_of_a_script(environment: dict[str, str], error: s
     ],
 )  # fmt: skip
 def test_the_only_copy_of_a_script(environment: dict[str, str]) -> None:
-    assert of(environment).launcher == "local"
+    assert of(environment).method.name == "local"
 
 
 @pytest.mark.parametrize(

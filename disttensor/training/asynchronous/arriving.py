@@ -51,6 +51,7 @@ def made(flat: Sequence[torch.Tensor]) -> list[Work[torch.Tensor]]:
 
 def _on_nodes(part: torch.Tensor) -> Sequence[torch.Tensor]:
     place = where_is(part)
+    # a mesh's ranks arrive each by itself
     return [at_rank(part, rank) for rank in range(len(place.members))] if isinstance(place, MeshPlace) else [part]
 
 

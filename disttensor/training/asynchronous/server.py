@@ -19,7 +19,7 @@ from ...proxy.proxy import where_is
 from ...runtime.process.spelling import did_you_mean, shown
 from ...runtime.protocol.errors import DisttensorError
 from ...session import current
-from ...session.places import MeshPlace, Place
+from ...session.places import Place
 from ...streams import Stream, stream
 from .arriving import Arriving, Pushing, Reading
 from .values import Form, Tensors, on_a_mesh, one_place, sources
@@ -100,7 +100,7 @@ class ParameterServer:
     @property
     def nodes(self) -> list[int]:
         """The nodes that have a shard, in the order of the shards."""
-        return [place.node for place in self._places]
+        return [place.one.node for place in self._places]
 
     def __repr__(self) -> str:
         state = "closed" if self._shards is None else f"version {self._version}"
@@ -362,7 +362,8 @@ def _place(where: Any) -> Place:
     places = current.session().places
     if isinstance(where, (str, torch.device)):
         return places.of(torch.device(where))
-    return places.at(where, None)
+    found: Place = places.at(where, None)
+    return found
 
 
 def _node_of(tensor: torch.Tensor) -> int:
@@ -371,4 +372,4 @@ def _node_of(tensor: torch.Tensor) -> int:
 
 
 def _node_at(place: Place) -> int:
-    return place.members[0].node if isinstance(place, MeshPlace) else int(place.node)
+    return place.members[0].node

@@ -97,6 +97,7 @@ def one_place(tensors: Tensors, what: str) -> None:
     """Raises ValueError for values on a mesh: whose would be taken is not said."""
     for tensor in tensors:
         place = where_is(tensor)
+        # a mesh's ranks may have different values, and a server takes one
         if isinstance(place, MeshPlace):
             raise ValueError(
                 f"{what}: the values are on {place}, whose ranks may differ; x.at({place.where(0)}) is one rank's, "
@@ -105,6 +106,7 @@ def one_place(tensors: Tensors, what: str) -> None:
 
 
 def on_a_mesh(tensors: Any) -> bool:
+    # a mesh's tensors have the values of several workers
     return isinstance(where_is(opened(tensors, "ParameterServer")[1][0]), MeshPlace) if _plain(tensors) else False
 
 
@@ -124,9 +126,11 @@ def sources(tensors: Any, nodes: int, init: str) -> list[Any]:
         return list(tensors)
     _names, found, _ = opened(tensors, "ParameterServer")
     places = {where_is(tensor) for tensor in found}
+    # elsewhere each shard begins with the same values
     if not any(isinstance(place, MeshPlace) for place in places):
         return [found] * nodes
     mesh = next(iter(places))
+    # ranks of one mesh have values each; tensors elsewhere have none for them
     if len(places) > 1 or not isinstance(mesh, MeshPlace):
         raise ValueError("ParameterServer: some of the tensors are on a mesh, and some elsewhere")
     if init == "first":

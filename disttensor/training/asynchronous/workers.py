@@ -50,8 +50,7 @@ class Worker:
                 raise TypeError(
                     f"drive: parameter {name!r} of worker {self.index} is on {p.device}; module.to('node:1')"
                 )
-            members = place.members if isinstance(place, MeshPlace) else [place]
-            nodes |= dict.fromkeys(member.node for member in members)
+            nodes |= dict.fromkeys(member.node for member in place.members)
         return tuple(nodes)
 
     def values(self) -> list[torch.Tensor]:
@@ -84,6 +83,7 @@ class Worker:
 
 def of_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns tensors of one worker, of a mesh its first rank's."""
+    # a mesh's ranks have values each, of which the first one's count
     return [at_rank(t, 0) if isinstance(where_is(t), MeshPlace) else t for t in tensors]
 
 

@@ -53,6 +53,7 @@ def measured(places: Sequence[Place], expected: Sequence[float]) -> Iterator[Sha
     rows: dict[int, Row] = {}
     for stage, (place, share) in enumerate(zip(places, expected, strict=True)):
         for at, rank in enumerate(place.ranks):
+            # a node has no coordinates
             where = place.where(at) if isinstance(place, MeshPlace) else ""
             row = rows.setdefault(rank, Row(rank, (), where, 0.0, 0.0, share))
             rows[rank] = row._replace(stages=(*row.stages, stage))

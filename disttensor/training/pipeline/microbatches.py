@@ -37,6 +37,7 @@ def cut(batch: Any, name: str, place: Place, over: tuple[str, ...], microbatches
                 f"Pipeline: {name} requires a gradient, and step() computes those of the stages' parameters only; "
                 f"{name}.detach(), or have a first stage compute it"
             )
+    # a stage on a mesh takes rows cut along its dims
     leaves = [_on_mesh(leaf, name, place, over) if isinstance(place, MeshPlace) else leaf for leaf in leaves]
     with_rows = [leaf for leaf in leaves if _has_rows(leaf)]
     rows = sorted({leaf.shape[0] for leaf in with_rows})
@@ -45,6 +46,7 @@ def cut(batch: Any, name: str, place: Place, over: tuple[str, ...], microbatches
     if len(rows) > 1:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in with_rows)
         raise ValueError(f"Pipeline: the tensors of {name} have one number of rows (dimension 0), and not {shapes}")
+    # rows are cut among the ranks of a mesh only
     where = " on each rank" if isinstance(place, MeshPlace) and over else ""
     if rows[0] < microbatches:
         raise ValueError(
@@ -65,6 +67,7 @@ def _on_mesh(leaf: Any, name: str, place: MeshPlace, over: tuple[str, ...]) -> A
     if not isinstance(leaf, torch.Tensor):
         return leaf
     there = where_is(leaf)
+    # what is on a mesh is cut already
     if isinstance(there, MeshPlace):
         if there is not place:
             raise ValueError(f"Pipeline: {name} is on {there}, and its stage on {place}")

@@ -42,6 +42,7 @@ class Stage:
 
     def __call__(self, value: Any, lent: dict[str, torch.Tensor]) -> Any:
         args = tuple(value) if self.traced else (value,)
+        # random numbers vary along dims, which a node has none of
         with varying(*self.over) if isinstance(self.place, MeshPlace) and self.over else nullcontext():
             output = torch.func.functional_call(self.module, lent, args) if lent else self.module(*args)
         return output if self.output is None else tree_unflatten(list(output), self.output)

@@ -220,6 +220,7 @@ def _named(stages: Any) -> list[tuple[str, nn.Module]]:
 def _on_places(modules: Sequence[nn.Module], places: Any, over: tuple[str, ...]) -> list[Stage]:
     """Returns the stages, which are not moved yet."""
     return [
+        # a stage on a node has no dims along which its batches are cut
         Stage(k, module, place, over if isinstance(place, MeshPlace) else ())
         for k, (module, place) in enumerate(zip(modules, _places(places, over, len(modules)), strict=True))
     ]
@@ -262,12 +263,14 @@ def _places(places: Any, over: tuple[str, ...], stages: int) -> list[Place]:
     known = current.session().places
     found = [place._place if isinstance(place, Mesh) else known.at(place) for place in places]
     for k, place in enumerate(found):
+        # values pass from rank to rank, so stages have the same dims, or none
         ours, first = ((p.dims if isinstance(p, MeshPlace) else None) for p in (place, found[0]))
         if ours != first:
             raise ValueError(
                 f"Pipeline: stage 0 is on {found[0]} and stage {k} on {place}; all are on nodes, or all on meshes with "
                 "the same dims (mesh.slice(pp=k))"
             )
+        # only a mesh has dims to look up
         if isinstance(place, MeshPlace):
             for dim in over:
                 place.groups(dim, "Pipeline")

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 
 from ...host.launch_spec import LaunchSpec, spec_of_dtrun
+from ..registry import launch_method
 from ..tree.spawn import PRELOAD, inherited_server, spawn_server
 from .server_launcher import WORKER, ServerLauncher
 
@@ -24,7 +25,7 @@ class LocalLauncher(ServerLauncher):
 
     def __init__(self, entry: str = WORKER, preload: Sequence[str] = PRELOAD) -> None:
         spec = spec_of_dtrun()
-        sock = inherited_server() if spec is None or spec.launcher == "local" else None
+        sock = inherited_server() if spec is None or launch_method(spec.launcher).fork_server else None
         process = None
         if sock is None:
             sock, process = spawn_server(preload)

@@ -16,7 +16,7 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from ...host.launch_spec import Host
+from ...host.launch_spec import Host, LaunchSpec
 from ...process.lifetime import describe_exit, die_with_parent
 from ...process.renamed import old_names
 from ..output.lines import TAIL_LINES, TAIL_WIDTH, shown_in_tail
@@ -49,11 +49,13 @@ class PipedStarter(HostStarter):
         """Returns the message about a host from which nothing has come."""
         return f"{self.called(host)} has not connected yet"
 
-    def advice(self, host: str, code: int, lines: list[str]) -> str:
-        """Returns advice when the process has ended before its agent has come."""
+    @classmethod
+    def advice(cls, host: str, lines: list[str]) -> str:
+        """Returns advice when the process has ended before its agent has come, by its last lines."""
         return ""
 
-    def differing(self, host: str, lines: list[str]) -> str:
+    @classmethod
+    def differing(cls, spec: LaunchSpec, host: str, lines: list[str]) -> str:
         """Returns the whole reason when that was because of what the host lacks, by the process's last lines."""
         return ""
 
@@ -140,10 +142,10 @@ class PipedBranch(Branch):
             how = describe_exit(code)
             tail = self.last_lines()
             if self.agent_hello is None:
-                if differing := self._starter.differing(self.host, tail):
+                if differing := self._starter.differing(self._starter.spec, self.host, tail):
                     self._root.lost(self, differing, code or 1, ())
                     return
-                advice = self._starter.advice(self.host, code, tail)
+                advice = self._starter.advice(self.host, tail)
                 cause = f"{self._program} ended ({how}) before an agent was there{advice and '; ' + advice}"
             else:
                 cause = f"the connection with its agent has ended ({self._program}: {how})"
@@ -186,16 +188,13 @@ class LocalAgentStarter(PipedStarter):
     """Starts agents on this host, under any names: for tests that do not depend on the network."""
 
     def command(self, host: Host) -> list[str]:
-        path = json.dumps([p for p in sys.path if isinstance(p, str)])
-        options = self.spec.options
-        return [
-            sys.executable,
-            "-P",
-            BOOT,
-            "agent",
-            path,
-            *options.get("preload", "").split(),
-        ]
+        return agent_here(self.spec)
+
+
+def agent_here(spec: LaunchSpec) -> list[str]:
+    """Returns the command line of an agent on this host, with the Python and the modules of this process."""
+    path = json.dumps([p for p in sys.path if isinstance(p, str)])
+    return [sys.executable, "-P", BOOT, "agent", path, *spec.options.get("preload", "").split()]
 
 
 if not TYPE_CHECKING:  # to type checkers, any name would be there

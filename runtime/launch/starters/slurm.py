@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from ...host import slurm_env
-from ...host.launch_spec import LaunchSpec
+from ...host.launch_spec import Host, LaunchSpec
 from ...process.lifetime import describe_exit, die_with_parent
 from ...protocol.errors import StartError
 from ..output.lines import shown_in_tail
@@ -42,6 +42,31 @@ _LAST_WORDS = 0.5
 
 #: The line by which srun reports ended tasks: "srun: error: node1: tasks 3-4: Exited with exit code 2".
 _ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.*)")
+
+
+def complete(spec: LaunchSpec, per_host: int, hosts: int, process_group: bool) -> LaunchSpec:
+    """Returns the launch spec of dtrun's options, for what Slurm has started: a task of several, or one that asks it.
+
+    ``per_host`` and ``hosts`` are 0 where the options do not say them. Raises ValueError when nobody says how many.
+    """
+    if slurm_env.one_of_several() is None:
+        return spec_of_allocation(spec, per_host=per_host, hosts=hosts)
+    spec = spec_of_step(spec)
+    if process_group:  # without a master this task, too, is a node
+        size = spec.most + 1
+        spec = msgspec.structs.replace(spec, hosts=(Host(socket.gethostname()),), least=size, most=size)
+    return spec
+
+
+def worker_options(process_group: bool) -> list[str] | None:
+    """Returns the arguments of `dtrun worker` in each task of a step except the first, which runs the script."""
+    task = slurm_env.one_of_several()
+    if task is None or not task.rank:
+        return None
+    rank, *local = of_slurm().assigned
+    # Slurm's places are counted without the master's task
+    place = [] if process_group else ["--local", *map(str, local)]
+    return ["--init-method", "slurm://", "--rank", str(rank), *place]
 
 
 def spec_of_step(spec: LaunchSpec) -> LaunchSpec:

@@ -30,7 +30,7 @@ from ...process.lifetime import adopt_orphans, die_with_parent, end_children
 from ...protocol.bundle import Bundle, as_name, as_text, read_bundle
 from ...protocol.errors import StartError
 from ...protocol.keys import job_id
-from ..registry import get_launcher
+from ..registry import get_launcher, launch_method
 from ..starters.server_launcher import ServerLauncher
 
 ENTRY = "disttensor.runtime.launch.torchrun_mode.everywhere:main"
@@ -151,7 +151,7 @@ def lead(spec: LaunchSpec, program: Sequence[str], count: int, bind: str, truste
 
 
 def _launcher(spec: LaunchSpec) -> ServerLauncher:
-    if spec.launcher == "local":
+    if launch_method(spec.launcher).fork_server:
         from ..starters.local import LocalLauncher
 
         return LocalLauncher(ENTRY, ())  # the program imports torch itself, if it wants to

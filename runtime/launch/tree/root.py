@@ -193,7 +193,7 @@ class Root:
         descriptors.make_room_for_agents(max(len(spec.hosts), spec.most))
         self._printer.show(spec.output)
         try:
-            self._starter = get_starter(spec.launcher)(self)
+            self._starter = get_starter(spec)(self)
             self._starter.begin()
         except (DisttensorError, ValueError, OSError, ImportError) as e:
             self._up.say(LaunchFailed(f"{type(e).__name__}: {e}"))
