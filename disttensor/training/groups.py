@@ -129,9 +129,8 @@ class Group:
 
     def _change(self, to: ShardedState) -> None:
         if to is not self.sharded_state:
-            assert to in CHANGES[self.sharded_state], (
-                f"a group that is {self.sharded_state.value} can't become {to.value}"
-            )
+            if to not in CHANGES[self.sharded_state]:
+                raise AssertionError(f"a group that is {self.sharded_state.value} can't become {to.value}")
             self.sharded_state = to
 
     @property

@@ -89,7 +89,8 @@ class Node(Home):
     def become(self, life: Life) -> None:
         """Changes the node's life, if that is not what it is already."""
         if life is not self.life:
-            assert life in CHANGES[self.life], f"node {self.rank} is {self.life.value}, and can't become {life.value}"
+            if life not in CHANGES[self.life]:
+                raise AssertionError(f"node {self.rank} is {self.life.value}, and can't become {life.value}")
             self.life = life
 
     def greet(self, hello: c.Hello) -> None:
