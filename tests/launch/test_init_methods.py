@@ -195,6 +195,32 @@ def test_ctrl_c_ends_a_worker_that_was_started_by_hand(joined: bool, start: Star
             torch.ones(1, device="node:0").item()
 
 
+SWALLOWED = """
+import signal, sys, time
+from disttensor.runtime.launch.rendezvous import worker_cli
+from disttensor.runtime.protocol.errors import BrokenError
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def tunnel(*_):
+    Dying()
+    time.sleep(60)
+    raise BrokenError("it was not interrupted")
+
+worker_cli.TunnelClient = tunnel
+sys.exit(worker_cli.main(["--init-method", "tcp://localhost:31999"]))
+"""
+
+
+def test_ctrl_c_ends_a_worker_also_where_python_swallows_it(start: Start) -> None:
+    """In a finalizer; callbacks of weak references, of which each import has some, are the same to Python."""
+    worker = start("-c", SWALLOWED)
+    _, err = worker.communicate(timeout=HANG)
+    assert (worker.returncode, err) == (130, "")
+
+
 @pytest.mark.fault(40)
 @pytest.mark.cold
 def test_no_secret_can_be_seen(start: Start, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ...host.addresses import split
 from ...host.affinity import OWN, gpus
 from ...host.precedence import setting
 from ...process.lifetime import name_process
+from ...process.signals import Interrupts
 from ...protocol.errors import BrokenError, ProtocolError, StartError
 from ...transport.tunnel import TunnelClient
 from ..tree.agent import Agent, agent_hello
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note_own()
     if found is not None and found.kind != "file" and options.rank is None and found.rank is not None:
         rank, local = found.rank, (found.local_rank, found.local_size)  # all ranks are nodes
+    interrupts = Interrupts()  # so that a Ctrl-C is not lost where Python swallows it, as in an import's callbacks
+    interrupts.look()
     try:
         invitation = _take(options.invitation_fd) if found is None else found.invitation(options.timeout)
         return join(invitation, options.timeout, options.slots, rank, *local, typed=found is not None)
@@ -92,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartError as e:
         print(f"dtrun worker: error: {e}", file=sys.stderr)
         return 1
+    finally:
+        interrupts.restore()
 
 
 def _where(options: argparse.Namespace) -> Rendezvous:
