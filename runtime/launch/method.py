@@ -25,7 +25,7 @@ class LaunchMethod:
     name: str  #: for ``init_master_worker(launcher=name)`` and ``dtrun --launcher name``
     _: KW_ONLY
     launcher: str | type[Launcher] = ""  #: the master's end; empty: one whose root runs ``starter``
-    starter: str | type[HostStarter] = ""  #: the root's end, which starts agents; empty: there is no root
+    starter: str | type[HostStarter] = ""  #: the root's end, which starts agents; empty: the method has no root
     #: Where nodes are: on this machine; on hosts that the user names; on hosts that something else knows; or on hosts
     #: that join by themselves.
     hosts: Literal["here", "named", "found", "joining"] = "named"
@@ -63,8 +63,8 @@ class LaunchMethod:
 
 
 def load(found: str | Any) -> Any:
-    """Returns what "module:name" names, the module relative to this package where it begins with a dot; what is no text
-    is returned as it is."""
+    """Returns what "module:name" names, the module relative to this package where it begins with a dot. Returns what is
+    not text as it is."""
     if not isinstance(found, str):
         return found
     module, _, attribute = found.partition(":")

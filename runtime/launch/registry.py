@@ -111,7 +111,7 @@ def launcher_names() -> list[str]:
 def launch_method(name: str) -> LaunchMethod:
     """Returns the row of the launch method ``name``; of its classes none is imported.
 
-    Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that is no row,
+    Raises ValueError for an unknown name (it lists the known ones), TypeError for an entry point that is not a row,
     ImportError for one whose module is missing.
     """
     if (found := _BUILTIN.get(name) or _registered.get(name)) is not None:

@@ -50,7 +50,7 @@ class LinkState:
         self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
         self.interrupts = interrupts or Interrupts()
         self.patient = True  #: whether a full window blocks; False at the end of a script
-        self.closing = False  #: whether nodes have been told to end, so that their end is no loss
+        self.closing = False  #: whether nodes have been told to end, so that their end is not a loss
         self.closed = False
         self.is_forked = False  #: whether this is a forked child's copy, which nothing answers
         self.lock = threading.RLock()  #: held around each use of the hub, and where queues are packed
