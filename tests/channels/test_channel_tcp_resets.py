@@ -19,7 +19,7 @@ from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.tcp import kept, peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import RECEIPT, Frame
-from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.runtime.protocol.errors import BrokenError, ProtocolError
 
 #: More than the kernels and the proxy between hold: its sender is in the middle of it.
 LARGE = 8 << 20
@@ -347,7 +347,14 @@ def test_copies_of_what_was_sent_are_bounded_and_go_with_their_receipts():
         holds.add(out)
         holds.hold(out, bytes(kept.MOST // 2))
     assert [out.copy is not None for out in outs] == [False, False, False, True, True]
-    assert [out.frame.kind for out in holds.take()] == [kept.GONE] * 3 + [kept.DATA] * 2
+    over, again = holds.begin(0)
+    assert not over
+    assert [out.frame.kind for out in again] == [kept.GONE] * 3 + [kept.DATA] * 2
+    holds.add(again[0])
+    new = kept.Out(kept.Frame(kept.DATA, 5, 8, 1, 1), None, kept.Ticket())
+    holds.add(new)
+    holds.hold(new, bytes(kept.MOST // 2))
+    assert [out.copy is not None for out in again] == [False, False, False, True, True]  # those are yet to be written
     with apart() as (a, b, _):
         for k in range(500):
             receive = b.irecv(torch.zeros(5), 0, k)
@@ -364,6 +371,75 @@ def test_copies_of_what_was_sent_are_bounded_and_go_with_their_receipts():
             a.isend(numbered(k), 1, k)
             receive.wait(20)
         assert sender._kept.receipt >= 532
+
+
+def test_what_is_to_be_sent_again_may_have_arrived_before():
+    """The peer says so with the connection after the next, as when the next was a call from before it had arrived."""
+    holds = kept.Kept()
+    outs = [kept.Out(kept.Frame(kept.DATA, n, 8, 1, 1), None, kept.Ticket()) for n in range(4)]
+    for out in outs:
+        holds.add(out)
+        holds.hold(out, b"a")
+    assert holds.begin(1) == ([outs[0].ticket], outs[1:])
+    holds.add(outs[1])
+    assert (holds.receipt, holds.sent) == (1, 4)
+    with pytest.raises(ProtocolError, match="it has received 3 frames, of 1 to 2"):
+        holds.settle(3)  # by this connection only one more was sent
+    assert holds.begin(3) == ([outs[1].ticket, outs[2].ticket], outs[3:])
+    assert (holds.receipt, holds.sent, holds._held) == (3, 4, 1)
+    with pytest.raises(ProtocolError, match="it has received 5 frames, of 3 to 4"):
+        holds.begin(5)
+
+
+def test_a_call_from_before_the_last_connection_is_not_taken_for_the_next(monkeypatch):
+    """Both have called at once, and the call that was not used arrives when the one that was has broken."""
+    call, offer = peer.TcpPeer._call, peer.TcpPeer.offer
+    arrived, may_offer, offered = threading.Event(), threading.Event(), threading.Event()
+    may_call = [threading.Event(), threading.Event()]
+    calls = [threading.Event(), threading.Event()]  # they want to
+
+    def gated(self, *limits):
+        calls[self.me].set()
+        assert may_call[self.me].wait(20)
+        return call(self, *limits)
+
+    def judged(self, sock, secrets):
+        if self.me == 1:
+            return offer(self, sock, secrets)
+        arrived.set()
+        assert may_offer.wait(20)
+        taken = offer(self, sock, secrets)
+        offered.set()
+        return taken
+
+    monkeypatch.setattr(peer.TcpPeer, "_call", gated)
+    monkeypatch.setattr(peer.TcpPeer, "offer", judged)
+    with apart() as (a, b, between):
+        receive = b.irecv(torch.zeros(5), 0, 1)
+        may_call[1].set()
+        assert arrived.wait(20)
+        may_call[0].set()
+        a.isend(numbered(1), 1, 1).wait(20)
+        receive.wait(20)
+        for one in range(2):
+            may_call[one].clear()
+            calls[one].clear()
+        between.reset((False, False))
+        for one in calls:
+            assert one.wait(20)
+        may_offer.set()
+        assert offered.wait(20)
+        assert a._peers[1]._standing.connection == 1
+        assert a._peers[1]._connection is None
+        assert a._peers[1]._broken is None
+        for one in may_call:
+            one.set()
+        for k, (first, second) in enumerate([(b, a), (a, b)], 2):
+            target = torch.zeros(5)
+            receive = second.irecv(target, first._context.rank, k)
+            first.isend(numbered(k), second._context.rank, k).wait(20)
+            receive.wait(20)
+            assert torch.equal(target, numbered(k))
 
 
 @pytest.mark.parametrize("receipt", [1, 1 << 40])

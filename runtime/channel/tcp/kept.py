@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -38,7 +39,7 @@ class Out:
     extra: bytes = b""  #: bytes that go with the frame, under its MAC
     header: bytes = b""  #: bytes to write before the payload
     rest: bool = False  #: ``header`` holds all that is left to be written
-    sealed: bool = False  #: it has its number on this connection, and may have been written in part
+    kept: bool = False  #: it is one of ``Kept``: it may have been written, and is sent again with the next connection
     copy: bytes | None = None  #: the payload, where ``tensor`` is not its any more
 
 
@@ -56,28 +57,36 @@ class Connection:
 
 
 class Kept:
-    """The frames that were sent and are not known to have been dealt with, in order. Used with the peer's lock held."""
+    """The frames that were sent and are not known to have been dealt with, in order. Used with the peer's lock held.
+
+    A frame that is to be sent again stays here: the peer may have dealt with it, and say so only with the connection
+    after the next.
+    """
 
     def __init__(self) -> None:
         self._outs: deque[Out] = deque()
+        self._written = 0  #: the number of those that were written to this connection, or are about to be: the first
         self.receipt = 0  #: the number of frames that the peer has dealt with
         self._held = 0  #: bytes of copies
 
     @property
     def sent(self) -> int:
-        """The number of frames that were sent."""
+        """The number of frames that were sent, by whatever connection."""
         return self.receipt + len(self._outs)
 
     def add(self, out: Out) -> None:
-        """Notes a frame that is about to be written."""
-        self._outs.append(out)
+        """Notes a frame that is about to be written, in order."""
+        self._written += 1
+        if not out.kept:
+            out.kept = True
+            self._outs.append(out)
 
     def hold(self, out: Out, copy: bytes) -> None:
         """Keeps a copy of the payload of one that was written, or is about to be."""
+        self._held += len(copy) - len(out.copy or b"")
         out.copy = copy
-        self._held += len(copy)
         if self._held > MOST:
-            for old in self._outs:
+            for old in islice(self._outs, self._written):  # not of what is to be sent again
                 if old.copy is not None and old is not out:
                     self._held -= len(old.copy)
                     old.copy = None
@@ -85,33 +94,44 @@ class Kept:
                     break
 
     def settle(self, receipt: int) -> list[Ticket]:
-        """Forgets what the peer has dealt with; returns its tickets, to be ended well without the lock.
+        """Forgets what the peer has dealt with, as it tells by this connection; returns its tickets, to be ended well
+        without the lock.
 
         Raises ProtocolError for a number that cannot be.
         """
-        if not self.receipt <= receipt <= self.sent:
-            raise ProtocolError(f"it has received {receipt} frames, of {self.receipt} to {self.sent}")
+        return self._forget(receipt, self.receipt + self._written)
+
+    def begin(self, receipt: int) -> tuple[list[Ticket], list[Out]]:
+        """Begins a connection of a peer that has dealt with ``receipt`` frames by all others.
+
+        Returns the tickets of those, as ``settle`` does, and what is to be sent again. Raises ProtocolError.
+        """
+        over = self._forget(receipt, self.sent)
+        self._written = 0
+        return over, [_anew(out) for out in self._outs]
+
+    def _forget(self, receipt: int, most: int) -> list[Ticket]:
+        if not self.receipt <= receipt <= most:
+            raise ProtocolError(f"it has received {receipt} frames, of {self.receipt} to {most}")
         over = [self._outs.popleft() for _ in range(receipt - self.receipt)]
+        self._written = max(0, self._written - len(over))
         self.receipt = receipt
         for out in over:
-            out.sealed = False
+            out.kept = False
             self._held -= len(out.copy or b"")
         return [out.ticket for out in over]
 
-    def tickets(self) -> list[Ticket]:
-        return [out.ticket for out in self._outs]
-
-    def take(self) -> list[Out]:
-        """Takes all, to be sent again."""
-        again = [_anew(out) for out in self._outs]
+    def give_up(self) -> list[Out]:
+        """Forgets all, and returns it."""
+        outs = list(self._outs)
         self._outs.clear()
-        self._held = 0
-        return again
+        self._written = self._held = 0
+        return outs
 
 
 def _anew(out: Out) -> Out:
     """Returns what to send for a frame in the next connection."""
-    out.header, out.rest, out.sealed = b"", False, False
+    out.header, out.rest = b"", False
     if out.frame.kind == DATA and out.copy is None and (out.tensor is None or out.ticket.is_completed()):
         out.frame, out.tensor = Frame(GONE, out.frame.transfer, 0, 0, 0), None
     return out

@@ -125,6 +125,7 @@ class TcpPeer:
         self._told_bytes = 0  #: the bytes of those since the peer was told
         self._progress = 0.0  #: when something arrived, or was told to have arrived, before the connection broke
         self._why = ""  #: why the last connection has broken
+        self._shared = False  #: the peer is known to have had that one
         self._apart = False  #: it led to another host
         self._expired = ""  #: why the peer sends nothing any more, beyond what has arrived
         self._lingering = False  #: between ``close`` and ``linger``
@@ -309,6 +310,7 @@ class TcpPeer:
         return f"{why}; no other one has come about, or has brought anything, within {self._limits.silent:g} s"
 
     def _break_with_lock(self, connection: Connection) -> None:
+        self._shared = self._is_shared_with_lock(connection)
         self._connection, self._broken, self._state = None, connection, _State.NEW
         if not self._progress or not self._sender.has_unsettled:
             self._progress = time.monotonic()
@@ -320,6 +322,10 @@ class TcpPeer:
         self._free_with_lock(connection)
         self._posted.notify_all()
         self._sender.want_thread_with_lock()
+
+    def _is_shared_with_lock(self, connection: Connection) -> bool:
+        """Returns whether the peer is known to have the current connection, too."""
+        return connection.dialled or (self.reader is not None and self.reader.has_read)
 
     def lost(self, error: Exception) -> str:
         """Returns words for a connection that ended by ``error``."""
@@ -418,10 +424,10 @@ class TcpPeer:
             return CROSSED  # it is from before another call, which was faster
         if not self._sender.knows_with_lock(theirs.received):
             return TAKEN
+        shared = self._shared if self._connection is None else self._is_shared_with_lock(self._connection)
+        if theirs.connection == mine and shared:
+            return CROSSED  # it is from before this one, which the peer has, too, or had
         if self._connection is not None:
-            shared = self._connection.dialled or (self.reader is not None and self.reader.has_read)
-            if theirs.connection == mine and shared:
-                return CROSSED
             self._why = self.lost(EOFError("the other end has lost it"))
             self._break_with_lock(self._connection)
         elif self._state is _State.GREETING and self.me < self.rank:

@@ -96,8 +96,8 @@ class Sender:
         ``key`` is for headers; payloads are protected by ``shield``. ``receipt``: the number of frames that the peer
         has dealt with. Returns tickets to end well once the lock is released. Raises ProtocolError for a wrong receipt.
         """
-        over = self._kept.settle(receipt)
-        self._queue.extendleft(reversed(self._kept.take()))
+        over, again = self._kept.begin(receipt)
+        self._queue.extendleft(reversed(again))
         self._connection, self._sealer, self._mode, self._shield = connection, Sealer(key), mode, shield
         if self._queue:
             self.want_thread_with_lock()
@@ -105,11 +105,12 @@ class Sender:
         return over
 
     def detach_with_lock(self) -> None:
-        """Stops writing: the connection has broken, and what was written of frames is void."""
+        """Stops writing: the connection has broken, and what was written of frames is void. ``attach_with_lock`` sends
+        again what is kept."""
         self._connection = self._sealer = self._shield = None
-        again = [out for out in self._queue if not out.sealed and out.frame.kind != RECEIPT]
+        new = [out for out in self._queue if not out.kept and out.frame.kind != RECEIPT]
         self._queue.clear()
-        self._queue.extend(again)
+        self._queue.extend(new)
 
     def put_with_lock(self, out: Out) -> None:
         """Writes or queues a frame."""
@@ -125,7 +126,8 @@ class Sender:
 
     def give_up_with_lock(self) -> list[Ticket]:
         """Empties the queue after the peer's failure; returns its tickets. The frame being written ends by itself."""
-        tickets = [out.ticket for out in (*self._kept.take(), *self._queue) if out is not self._writing]
+        new = [out for out in self._queue if not out.kept]
+        tickets = [out.ticket for out in (*self._kept.give_up(), *new) if out is not self._writing]
         self._queue.clear()
         self._work.notify_all()
         self._idle.notify_all()
@@ -133,7 +135,7 @@ class Sender:
 
     def part_with_lock(self) -> None:
         """Tells the peer that this end does not want to go on, if that can be done between two frames, and at once."""
-        half = self._writing is not None or (self._queue and self._queue[0].sealed)
+        half = self._writing is not None or (self._queue and self._queue[0].rest)
         if self._connection is not None and self._sealer is not None and not half:
             with suppress(OSError):
                 self._connection.sock.send(self._sealer.seal(Frame(BYE, 0, 0, 0, 0)), socket.MSG_DONTWAIT)
@@ -162,7 +164,7 @@ class Sender:
     def _seal_with_lock(self, out: Out, sealer: Sealer) -> bytes:
         """Seals a frame when its turn has come: sequence numbers are those of the wire."""
         received = self.told = self._peer.received
-        out.header, out.sealed = sealer.seal(out.frame, out.extra, received), True
+        out.header = sealer.seal(out.frame, out.extra, received)
         if out.frame.kind in COUNTED:
             self._kept.add(out)
         return out.header
@@ -239,7 +241,7 @@ class Sender:
             written = self._write_to(connection, out, payload)
             if written and out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
                 self._peer.carrier.carry(out.tensor)
-            if written and out.sealed and not out.rest and len(payload) <= connection.most:
+            if written and out.kept and not out.rest and len(payload) <= connection.most:
                 copy = out.copy or bytes(payload)
         except Exception as error:  # a frame of which a part is missing ends it all
             written = False
@@ -250,7 +252,7 @@ class Sender:
             failure = self._peer.failure
             if written:
                 out.tensor = None
-                if copy and out.sealed:
+                if copy and out.kept:
                     self._kept.hold(out, copy)
             if not self._queue:
                 self._idle.notify_all()
@@ -264,7 +266,7 @@ class Sender:
         """Writes a frame. False if the connection has broken: it is written to the next one."""
         with self._peer.lock:
             if self._connection is not connection or self._sealer is None:
-                if not out.sealed and not out.rest and self._peer.failure is None:
+                if not out.kept and not out.rest and self._peer.failure is None:
                     self._queue.appendleft(out)
                 return False
             header = out.header if out.rest else self._seal_with_lock(out, self._sealer)
