@@ -53,7 +53,7 @@ _HEEDED = re.compile(
 )
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """The outcome of one check, and what to do where it is not well."""
 
     name: str
@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--patience", type=float, default=1.0, metavar="N", help="wait N times as long before something is said to hang"
     )
     options = parser.parse_args(argv)
-    rows: list[Row] = []
+    rows: list[CheckRow] = []
     for row in (checks_of_gpus if options.gpu else checks)(options.patience):
-        rows.append(Row(*map(without_names, row)))
+        rows.append(CheckRow(*map(without_names, row)))
         if not options.json:
             put_out(shown(rows[-1]))
     wrong = [row.name for row in rows if row.state == WRONG]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(wrong))
 
 
-def shown(row: Row) -> str:
+def shown(row: CheckRow) -> str:
     """Returns the lines of a row: what was found, and below it what to do."""
     head, space = f"{row.state:<6}{row.name:<18}", " " * 24
     lines = textwrap.wrap(row.found, 96, break_long_words=False, break_on_hyphens=False) or [""]
@@ -116,7 +116,7 @@ def without_names(text: str) -> str:
     return re.sub(r"/(home|Users)/[^/\s'\":]+", r"/\1/USER", text)
 
 
-def checks(patience: float = 1.0) -> Iterator[Row]:
+def checks(patience: float = 1.0) -> Iterator[CheckRow]:
     """Yields a row for each check, as it is done. ``patience``: how many times as long as usual something may take."""
     yield of_versions(versions())
     yield memory()
@@ -131,25 +131,27 @@ def checks(patience: float = 1.0) -> Iterator[Row]:
     yield from tried([sys.executable, "-m", "disttensor.cli.self_test"], PATIENCE, patience)
 
 
-def checks_of_gpus(patience: float = 1.0) -> Iterator[Row]:
+def checks_of_gpus(patience: float = 1.0) -> Iterator[CheckRow]:
     """Yields a row for each check of the GPUs, as it is done."""
     yield of_versions(versions())
     yield environment()
     yield from tried([sys.executable, "-m", "disttensor.cli.gpu_trial"], PATIENCE, patience)
 
 
-def of_versions(found: dict[str, str]) -> Row:
+def of_versions(found: dict[str, str]) -> CheckRow:
     """Returns the row of the versions: a library that is missing is to be installed."""
     missing = [name for name, text in found.items() if text == "missing"]
     text = ", ".join(f"{name} {version}" for name, version in found.items() if name != "system")
     do = f"pip install {' '.join(missing)}" if missing else ""
-    return Row("versions", WRONG if missing else OK, f"{text}; {found.get('system', '')}", do)
+    return CheckRow("versions", WRONG if missing else OK, f"{text}; {found.get('system', '')}", do)
 
 
-def environment() -> Row:
+def environment() -> CheckRow:
     """Returns the row of the variables that are set."""
     names = sorted(name for name in os.environ if _HEEDED.fullmatch(name))
-    return Row("environment", OK, f"set: {', '.join(names)}" if names else "nothing that changes what disttensor does")
+    return CheckRow(
+        "environment", OK, f"set: {', '.join(names)}" if names else "nothing that changes what disttensor does"
+    )
 
 
 def size(count: int) -> str:
@@ -157,7 +159,7 @@ def size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
-def memory() -> Row:
+def memory() -> CheckRow:
     """Returns the row of the memory that this process and its nodes may take."""
     left, most = memory_limit.memory_left()
     group = memory_limit.memory_group()
@@ -167,20 +169,20 @@ def memory() -> Row:
     return of_memory(left, most, limit if limit <= most else 0, kills)  # one above is without effect
 
 
-def of_memory(left: int, most: int, limit: int, kills: int) -> Row:
+def of_memory(left: int, most: int, limit: int, kills: int) -> CheckRow:
     """Returns the row of so many bytes that are left of so many, under a control group's limit (0: there is none)."""
     text = f"{size(left)} of {size(most)} are left; "
     text += f"the control group may have {size(limit)}" if limit else "no control group limits it"
     if kills:
         text += f"; for want of memory the kernel has killed {kills} process{'es' if kills > 1 else ''} of the group"
     if left < _MEMORY:
-        return Row(
+        return CheckRow(
             "memory", WRONG, text, "a node takes 0.3 GiB before it has a tensor: end other programs, or ask for more"
         )
-    return Row("memory", OK, text)
+    return CheckRow("memory", OK, text)
 
 
-def limits() -> Iterator[Row]:
+def limits() -> Iterator[CheckRow]:
     """Yields the rows of the limits of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield of_descriptors(soft, hard, descriptors.shortage_below(_NODES, _NODES))
@@ -190,22 +192,24 @@ def limits() -> Iterator[Row]:
     yield of_locked(locked, bool(list(Path("/sys/class/infiniband").glob("*"))))
 
 
-def of_descriptors(soft: int, hard: int, shortage: str) -> Row:
+def of_descriptors(soft: int, hard: int, shortage: str) -> CheckRow:
     """Returns the row of the file descriptors. ``shortage``: why eight nodes would have too few."""
     text = f"{_limit(soft)} file descriptors at once, and {_limit(hard)} where a process asks for more"
     do = (
         f"raise the hard limit to 4096 (`ulimit -Hn`, limits.conf, docker --ulimit nofile=4096): {_NODES} nodes need it"
     )
-    return Row("descriptors", WRONG if shortage else OK, text, do if shortage else "")
+    return CheckRow("descriptors", WRONG if shortage else OK, text, do if shortage else "")
 
 
-def of_processes(most: int, taken: int) -> Row:
+def of_processes(most: int, taken: int) -> CheckRow:
     """Returns the row of how many processes and threads there may be (-1: any number), of which ``taken`` are there."""
     if most < 0:
-        return Row("processes", OK, "any number of processes and threads")
+        return CheckRow("processes", OK, "any number of processes and threads")
     text = f"{most:,} processes and threads, of which {taken:,} are there"
     do = "a node has about ten threads, and as many again for each core: raise `ulimit -u`, or docker's --pids-limit"
-    return Row("processes", WRONG if most - taken < _PROCESSES else OK, text, do if most - taken < _PROCESSES else "")
+    return CheckRow(
+        "processes", WRONG if most - taken < _PROCESSES else OK, text, do if most - taken < _PROCESSES else ""
+    )
 
 
 def _processes() -> tuple[int, int]:
@@ -233,46 +237,46 @@ def _threads_of(user: int) -> int:
     return count
 
 
-def of_locked(most: int, infiniband: bool) -> Row:
+def of_locked(most: int, infiniband: bool) -> CheckRow:
     """Returns the row of the memory that may be locked, which only devices for RDMA take."""
     do = "RDMA locks its buffers: `ulimit -l unlimited`, or docker --ulimit memlock=-1"
     low = infiniband and most != resource.RLIM_INFINITY
     text = "any amount" if most == resource.RLIM_INFINITY else size(most)
     text += " may be locked" + ("" if infiniband else "; nothing here needs more, as there is no device for RDMA")
-    return Row("locked memory", WRONG if low else OK, text, do if low else "")
+    return CheckRow("locked memory", WRONG if low else OK, text, do if low else "")
 
 
 def _limit(count: int) -> str:
     return "any number of" if count == resource.RLIM_INFINITY else f"{count:,}"
 
 
-def of_shm(most: int, left: int, writable: bool) -> Row:
+def of_shm(most: int, left: int, writable: bool) -> CheckRow:
     """Returns the row of /dev/shm, of so many bytes."""
     text = f"{size(left)} of {size(most)} are free"
     if not writable:
-        return Row("/dev/shm", WRONG, f"{text}; this process may not write there", "mount it with mode 1777")
+        return CheckRow("/dev/shm", WRONG, f"{text}; this process may not write there", "mount it with mode 1777")
     if left < _SHM:
         do = "a DataLoader's workers, NCCL and Gloo pass tensors there: docker run --shm-size=2g, or remove files"
-        return Row("/dev/shm", WRONG, text, do)
-    return Row("/dev/shm", OK, text)
+        return CheckRow("/dev/shm", WRONG, text, do)
+    return CheckRow("/dev/shm", OK, text)
 
 
-def ssh() -> Row:
+def ssh() -> CheckRow:
     """Returns the row of the ssh client."""
     path = shutil.which("ssh")
     if path is None:
-        return Row("ssh", NONE, "there is no ssh", "only --hosts needs it: install openssh-client for that")
+        return CheckRow("ssh", NONE, "there is no ssh", "only --hosts needs it: install openssh-client for that")
     try:
         done = subprocess.run([path, "-V"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:
-        return Row("ssh", WRONG, f"`ssh -V` does not run: {e}", "install openssh-client anew")
+        return CheckRow("ssh", WRONG, f"`ssh -V` does not run: {e}", "install openssh-client anew")
     said = (done.stderr + done.stdout).strip().splitlines() or ["it has not said its version"]
     do = "" if done.returncode == 0 else "install openssh-client anew"
     text = f"{said[0]}; `dtrun --check --hosts a,b` tries hosts"
-    return Row("ssh", WRONG if done.returncode else OK, text, do)
+    return CheckRow("ssh", WRONG if done.returncode else OK, text, do)
 
 
-def ports() -> Row:
+def ports() -> CheckRow:
     """Returns the row of the ports that a job takes, after a connection of this process to itself."""
     first, last = 32768, 60999
     with contextlib.suppress(OSError, ValueError):
@@ -290,7 +294,7 @@ def ports() -> Row:
     return of_ports(first, last, failed, sorted(name for name in interfaces() if name != "lo"))
 
 
-def of_ports(first: int, last: int, failed: dict[str, str], others: Sequence[str]) -> Row:
+def of_ports(first: int, last: int, failed: dict[str, str], others: Sequence[str]) -> CheckRow:
     """Returns the row of a range of ports, of what has ``failed`` on loopback by kind of address, and of the other
     interfaces."""
     count = last - first + 1
@@ -299,15 +303,15 @@ def of_ports(first: int, last: int, failed: dict[str, str], others: Sequence[str
     text += "".join(f", not by {kind} ({why})" for kind, why in failed.items())
     text += f"; other interfaces: {', '.join(others)}" if others else "; there is no other interface"
     if "IPv4" in failed:
-        return Row(
+        return CheckRow(
             "ports", WRONG, text, "nodes reach the script by 127.0.0.1: bring lo up, or let the firewall pass it"
         )
     if count < _PORTS:
-        return Row("ports", WRONG, text, 'sysctl net.ipv4.ip_local_port_range="32768 60999"')
-    return Row("ports", OK, text)
+        return CheckRow("ports", WRONG, text, 'sysctl net.ipv4.ip_local_port_range="32768 60999"')
+    return CheckRow("ports", OK, text)
 
 
-def clock() -> Row:
+def clock() -> CheckRow:
     """Returns the row of the clock, as the kernel's clock discipline has it."""
     source = "unknown"
     with contextlib.suppress(OSError):
@@ -318,19 +322,19 @@ def clock() -> Row:
     return of_clock(None if state < 0 else state != 5, source, time.time())
 
 
-def of_clock(kept: bool | None, source: str, now: float) -> Row:
+def of_clock(kept: bool | None, source: str, now: float) -> CheckRow:
     """Returns the row of a clock that NTP keeps, or does not, or of which that cannot be told."""
     text = {True: "kept by NTP", False: "not kept by NTP", None: "whether NTP keeps it cannot be told"}[kept]
     text += f"; source {source}"
     if now < 1.7e9:  # before 2024
-        return Row(
+        return CheckRow(
             "clock", WRONG, f"{time.strftime('%Y-%m-%d', time.gmtime(now))}; {text}", "set it: tickets and logs need it"
         )
     do = "" if kept else "one host does not need it; for several let NTP keep it (chrony, systemd-timesyncd)"
-    return Row("clock", OK if kept else NONE, text, do)
+    return CheckRow("clock", OK if kept else NONE, text, do)
 
 
-def tried(command: Sequence[str], patience: float, times: float = 1.0) -> Iterator[Row]:
+def tried(command: Sequence[str], patience: float, times: float = 1.0) -> Iterator[CheckRow]:
     """Yields the rows of a program that prints them, and one more where it crashes, or does not come to its end.
 
     One that says what it begins has a limit for each of these steps instead of ``patience`` for all (``times`` all of
@@ -358,7 +362,7 @@ class _Trial:
         self.last = ""  #: the last step that it has named
         self.again = False  #: whether it has to run again, for the steps after that
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CheckRow]:
         """Yields the program's rows, and one of its own where the program has not come to a good end."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -371,7 +375,7 @@ class _Trial:
                     self._begin(Step(**json.loads(line[len(BEGINS) :])))
                     self.last = self._step.name
                 elif line.startswith(MARK.encode()):
-                    yield Row(**json.loads(line[len(MARK) :]))
+                    yield CheckRow(**json.loads(line[len(MARK) :]))
                     if self.last:
                         self._begin(self._first._replace(name=f"after {self.last}"))
         finally:
@@ -386,7 +390,7 @@ class _Trial:
         if stuck:
             what += f", and the kernel can't end its process {process.pid}, so that nothing more is tried"
         said = (self._errors.decode(errors="replace").strip().splitlines() or ["it has said nothing"])[-1]
-        yield Row(self._step.name, WRONG, f"{what}: {said}", self._step.do)
+        yield CheckRow(self._step.name, WRONG, f"{what}: {said}", self._step.do)
 
     def _begin(self, step: Step) -> None:
         self._step, self._deadline = step, time.monotonic() + step.limit * self._times

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..runtime.host.affinity import VISIBLE, this_host
-from .doctor import AGAIN, BEGINS, GIB, MARK, MIB, NONE, OK, WRONG, Row, Step, size
+from .doctor import AGAIN, BEGINS, GIB, MARK, MIB, NONE, OK, WRONG, CheckRow, Step, size
 
 #: Nodes of the session: two on one GPU, else one for each, up to so many.
 _NODES = 8
@@ -86,16 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def outcome(step: Step, tries: Callable[[], str]) -> tuple[Row, bool]:
+def outcome(step: Step, tries: Callable[[], str]) -> tuple[CheckRow, bool]:
     """Returns the row of a step, and whether nothing more can be tried."""
     try:
-        return Row(step.name, OK, tries()), False
+        return CheckRow(step.name, OK, tries()), False
     except Nothing as e:
-        return Row(step.name, NONE, e.found, e.do), False
+        return CheckRow(step.name, NONE, e.found, e.do), False
     except Over as e:
-        return Row(step.name, WRONG, str(e), e.do or step.do), True
+        return CheckRow(step.name, WRONG, str(e), e.do or step.do), True
     except Exception as e:
-        return Row(step.name, WRONG, f"{type(e).__name__}: {e}".splitlines()[0], step.do), False
+        return CheckRow(step.name, WRONG, f"{type(e).__name__}: {e}".splitlines()[0], step.do), False
 
 
 # ---- torch.cuda alone ------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def nccl() -> str:
 # ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
-class Session(NamedTuple):
+class TrialSession(NamedTuple):
     """The nodes, and where each one's tensors are."""
 
     dt: Any
@@ -309,7 +309,7 @@ class Session(NamedTuple):
 
 
 @functools.cache
-def session() -> Session:
+def session() -> TrialSession:
     """Returns the session of nodes on the GPUs, which the first call starts."""
     count = len(devices())
     dt: Any = sys.modules["disttensor"]  # as a user's script has it; it stands above all folders
@@ -319,7 +319,7 @@ def session() -> Session:
         dt.init_master_worker(nodes=nodes, launcher="local", threads=1, timeout=90)
     except Exception as e:
         raise Over(f"{nodes} nodes did not start, and what needs them was not tried: {e}".splitlines()[0]) from e
-    return Session(dt, [dt.device(k, "cuda:0") for k in range(nodes)], time.monotonic() - begun)
+    return TrialSession(dt, [dt.device(k, "cuda:0") for k in range(nodes)], time.monotonic() - begun)
 
 
 def same(found: Any, wanted: Any, what: str) -> None:

@@ -36,7 +36,7 @@ SKEW = 1.0
 
 
 @dataclass
-class Found:
+class HostFindings:
     """The answer of a host, or why there is none."""
 
     host: str
@@ -73,7 +73,7 @@ class _Asked:
         line = on_host(spec, "-c", PROGRAM)
         command = ["/bin/sh", "-c", line] if starter is None else starter.reach(spec, host.name, line)
         self._spec, self._starter = spec, starter
-        self.found = Found(host.name)
+        self.found = HostFindings(host.name)
         self.begun = time.time()
         self.answered = 0.0
         self._process = subprocess.Popen(
@@ -172,7 +172,7 @@ def _no_cipher(told: dict[str, Any], here: str) -> str:
     )
 
 
-def check_hosts(spec: LaunchSpec, patience: float, trusted: bool = False) -> list[Found]:
+def check_hosts(spec: LaunchSpec, patience: float, trusted: bool = False) -> list[HostFindings]:
     """Asks all hosts of a launch spec at once, and returns what was found. ``trusted``: tensors cross the network in
     clear.
 
@@ -265,6 +265,6 @@ def ports_of(told: dict[str, Any]) -> dict[str, list[int]]:
     return {kind: ports for kind, ports in found.items() if ports}
 
 
-def rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
+def rows(found: Sequence[HostFindings]) -> list[tuple[str, ...]]:
     """Returns the rows of a table, one for each host below the head."""
     return [("host", "python", "torch", "disttensor", "protocol", "clock", "what to do"), *(f.row() for f in found)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..runtime.host.affinity import this_host
-from .doctor import MARK, NONE, OK, WRONG, Row, size
+from .doctor import MARK, NONE, OK, WRONG, CheckRow, size
 
 #: Channels of no use between two processes: the choice among the others, threads of one process, and none at all.
 _NO_CARRIERS = ("auto", "inproc", "null")
@@ -26,45 +26,47 @@ def main() -> int:
     return 0
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[CheckRow]:
     """Yields the rows, as they are known."""
     begun = time.monotonic()
     try:
         import torch
     except Exception as e:
-        yield Row("torch", WRONG, f"it cannot be imported: {e}", "install it anew: https://pytorch.org/get-started")
+        yield CheckRow(
+            "torch", WRONG, f"it cannot be imported: {e}", "install it anew: https://pytorch.org/get-started"
+        )
         return
     from ..torch_backend.tested_versions import untested
 
     text = f"imported in {time.monotonic() - begun:.1f} s"
     if told := untested(str(torch.__version__)):
-        yield Row("torch", NONE, text + "; " + told.removeprefix("disttensor: ").split(";")[0], "it may well work")
+        yield CheckRow("torch", NONE, text + "; " + told.removeprefix("disttensor: ").split(";")[0], "it may well work")
     else:
-        yield Row("torch", OK, text)
+        yield CheckRow("torch", OK, text)
     yield devices(torch)
     yield from session(torch)
 
 
-def devices(torch: Any) -> Row:
+def devices(torch: Any) -> CheckRow:
     """Returns the row of the devices that nodes would have."""
     host = this_host()
     text = f"{len(host.cores)} of {os.cpu_count()} cores"
     if host.cpus:
         text += f", of which a limit lets {host.cpus} be busy"
     if not host.gpus:
-        return Row("devices", OK, f"{text}; no GPU")
+        return CheckRow("devices", OK, f"{text}; no GPU")
     if not torch.cuda.is_available():
         text += f"; {len(host.gpus)} GPUs, of which torch sees none"
-        return Row(
+        return CheckRow(
             "devices", WRONG, text, f"install a build of torch for CUDA (this one is {torch.__version__}), or a driver"
         )
     count = torch.cuda.device_count()
     names = [torch.cuda.get_device_properties(at) for at in range(count)]
     text += "; " + ", ".join(f"cuda:{at} {each.name} ({size(each.total_memory)})" for at, each in enumerate(names))
-    return Row("devices", OK, text)
+    return CheckRow("devices", OK, text)
 
 
-def session(torch: Any) -> Iterator[Row]:
+def session(torch: Any) -> Iterator[CheckRow]:
     """Yields the rows of two nodes: what they compute, and what each data channel carries."""
     from .. import channels
     from ..startup.start import init_master_worker, shutdown
@@ -73,7 +75,7 @@ def session(torch: Any) -> Iterator[Row]:
     try:
         init_master_worker(nodes=2, launcher="local", threads=1, timeout=60)
     except Exception as e:
-        yield Row(
+        yield CheckRow(
             "self-test", WRONG, f"two nodes did not start: {e}", "see the rows above, or send this to the authors"
         )
         return
@@ -107,13 +109,13 @@ def computed(torch: Any) -> str:
     )
 
 
-def channel(torch: Any, name: str) -> Row:
+def channel(torch: Any, name: str) -> CheckRow:
     """Returns the row of a data channel, after it has carried a tensor from node to node."""
     from .. import channels
 
     entry = channels.available()["send", "cpu", name]
     if not entry and (cuda := channels.available()["send", "cuda", name]).why:
-        return Row(f"channel {name}", NONE, entry.why or cuda.why, "programs that do not ask for it need nothing")
+        return CheckRow(f"channel {name}", NONE, entry.why or cuda.why, "programs that do not ask for it need nothing")
 
     def carried() -> str:
         channels.select(["send", "upload", "download"], name)
@@ -131,13 +133,13 @@ def channel(torch: Any, name: str) -> Row:
         channels.reset()
 
 
-def attempt(name: str, tries: Callable[[], str]) -> Row:
+def attempt(name: str, tries: Callable[[], str]) -> CheckRow:
     """Returns the row of a function that says what it has found, or raises."""
     try:
-        return Row(name, OK, tries())
+        return CheckRow(name, OK, tries())
     except Exception as e:
         text = f"{type(e).__name__}: {e}".splitlines()[0]
-        return Row(name, WRONG, text, "send this, with the rows above, in a bug report")
+        return CheckRow(name, WRONG, text, "send this, with the rows above, in a bug report")
 
 
 if __name__ == "__main__":

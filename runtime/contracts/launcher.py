@@ -39,7 +39,7 @@ from .launcher_ends import (
     check_stop_by_force,
     check_stop_early,
 )
-from .launcher_stage import ENTRY, LIMIT, Make, Shown, Stage
+from .launcher_stage import ENTRY, LIMIT, LauncherStage, Make, Shown
 from .launcher_worker import digest, in_sight
 
 __all__ = ["CHECKS", "ConformanceError", "Make", "check_launcher"]
@@ -79,7 +79,7 @@ def run_check(name: str, make: Make) -> None:
 
 def check_started(make: Make) -> None:
     """Checks that each worker is reported once, when it runs: its rank, its process, its host."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         began = time.monotonic()
         need(stage.launcher.events() == [], "events() should have nothing to tell before anything is asked for")
         workers = stage.start(3)
@@ -94,7 +94,7 @@ def check_started(make: Make) -> None:
 
 def check_places(make: Make) -> None:
     """Checks that the nodes of a host are numbered, and know how many they are."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         workers = stage.start(3)
         hosts: dict[str, list[tuple[int, int]]] = {}
         for event, worker in zip(sorted(stage.events, key=lambda e: e.rank), workers, strict=True):
@@ -107,7 +107,7 @@ def check_places(make: Make) -> None:
 
 def check_bundles(make: Make) -> None:
     """Checks that each worker's own bundle arrives, however large it is. A key pair is nobody else's."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         pairs = stage.launcher.key_pairs(2)
         need(len({public for public, _ in pairs}) == 2, "key_pairs(2) should give two different keys")
         plain = stage.door.bundles(stage.launcher, 3)
@@ -127,7 +127,7 @@ def check_bundles(make: Make) -> None:
 
 def check_secrets(make: Make) -> None:
     """Checks that no key is in a command line or an environment, on any host."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         workers = stage.start(3)
         keys = [bundle.secret_key for bundle in stage.bundles if bundle.secret_key]
         seen = [*in_sight(keys), *(file for worker in workers for file in worker.ask("sight"))]
@@ -137,7 +137,7 @@ def check_secrets(make: Make) -> None:
 
 def check_words(make: Make) -> None:
     """Checks the messages about too many nodes, and about nodes that have not come."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         capacity = stage.launcher.capacity
         need(capacity is None or capacity >= 1, f"capacity={capacity} is neither None nor at least 1")
         said = stage.launcher.too_many((capacity or 0) + 1)
@@ -150,7 +150,7 @@ def check_words(make: Make) -> None:
 
 def check_exits(make: Make) -> None:
     """Checks that a worker's end is reported, once: its exit code or the signal, as a number and in words."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         well, badly, killed = stage.start(3)
         killed.tell("kill", signal.SIGKILL)
         badly.tell("exit", 3)
@@ -172,7 +172,7 @@ def check_exits(make: Make) -> None:
 
 def check_tails(make: Make) -> None:
     """Checks that the last lines of a worker come with its end: of both streams, 20 at most, without a prefix."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         prints, leaves, fails = stage.start(3)
         prints.ask("show", "stdout", "".join(f"line {i}\n" for i in range(30)) + "unfinished")
         for worker, order, text in ((prints, "exit", 5), (leaves, "exit", "gone fishing"), (fails, "fail", "alas")):
@@ -187,7 +187,7 @@ def check_tails(make: Make) -> None:
 
 def check_output(make: Make) -> None:
     """Checks that workers' output comes out here by lines, complete and in order, with ``[node 1] `` before each."""
-    with Shown() as shown, Stage(make) as stage:
+    with Shown() as shown, LauncherStage(make) as stage:
         workers = stage.start(2)
         texts = [[f"{worker.rank}:{i:05} {'x' * 40}" for i in range(4000)] for worker in workers]
         for worker, text in zip(workers, texts, strict=True):
@@ -211,7 +211,7 @@ def _difference(where: str, found: list[str], expected: list[str]) -> str:
 
 def check_flush(make: Make) -> None:
     """Checks that after ``flush`` all earlier output of workers is shown."""
-    with Shown() as shown, Stage(make) as stage:
+    with Shown() as shown, LauncherStage(make) as stage:
         workers = stage.start(2)
         for count in (1, 3000):
             for worker in workers:
@@ -223,7 +223,7 @@ def check_flush(make: Make) -> None:
 
 def check_logs(make: Make) -> None:
     """Checks that ``show`` has workers' output put into files on this host, or raises StartError."""
-    with tempfile.TemporaryDirectory() as folder, Stage(make) as stage:
+    with tempfile.TemporaryDirectory() as folder, LauncherStage(make) as stage:
         try:
             stage.launcher.show(Output(log_dir=folder, redirects="0:3,1:1"))
         except StartError:
@@ -242,7 +242,7 @@ def check_logs(make: Make) -> None:
 def check_bad_entry(make: Make) -> None:
     """Checks that a worker that cannot run its entry ends with the reason among its last lines."""
     for entry, word in (("no_such_module:main", "no_such_module"), (f"{ENTRY}_is_not_here", "main_is_not_here")):
-        with Stage(make, entry) as stage:
+        with LauncherStage(make, entry) as stage:
             stage.ask(1)
             event = stage.exited(0)
             need(event.code, f"a worker that can't run {entry} should not end with code 0")
@@ -251,7 +251,7 @@ def check_bad_entry(make: Make) -> None:
 
 def check_end(make: Make) -> None:
     """Checks that ``end`` ends a worker at once, whatever signals it ignores; the others go on."""
-    with Stage(make) as stage:
+    with LauncherStage(make) as stage:
         first, second, third = stage.start(3)
         second.ask("stubborn", True)
         if type(stage.launcher).end is Launcher.end:

@@ -17,7 +17,7 @@ from ..protocol.errors import StartError
 from ..protocol.keys import curve_pair
 from ..transport.zmq import ZmqHub
 from .conformance import need, raises
-from .launcher_stage import LIMIT, MOMENT, Make, Master, Stage, held, nothing_left
+from .launcher_stage import LIMIT, MOMENT, LauncherStage, Make, Master, held, nothing_left
 
 #: Seconds that ``stop`` may take beyond the grace.
 STOP = 10.0
@@ -25,7 +25,7 @@ STOP = 10.0
 
 def check_stop(make: Make) -> None:
     """Checks that ``stop`` leaves workers the time to end by themselves, and takes no longer. Twice is fine."""
-    with nothing_left(), Stage(make) as stage:
+    with nothing_left(), LauncherStage(make) as stage:
         ended, slow, last = stage.start(3)
         ended.ask("exit", 0)
         stage.gone([ended], "it was told to exit")
@@ -45,7 +45,7 @@ def check_stop(make: Make) -> None:
 
 def check_stop_by_force(make: Make) -> None:
     """Checks that after ``stop`` no started process is alive, whatever it ignores, nor a child of its process group."""
-    with nothing_left(MOMENT), Stage(make) as stage:
+    with nothing_left(MOMENT), LauncherStage(make) as stage:
         stubborn, quiet, prints = workers = stage.start(3)
         stubborn.ask("stubborn", True)
         quiet.ask("quiet")
@@ -58,7 +58,7 @@ def check_stop_by_force(make: Make) -> None:
 def check_stop_early(make: Make) -> None:
     """Checks that ``stop`` works at any time: before anything was asked for, and while workers start."""
     for asks in (0, 3):
-        with nothing_left(), Stage(make) as stage:
+        with nothing_left(), LauncherStage(make) as stage:
             if asks:
                 stage.ask(asks)
             seconds = stage.stop(0)
@@ -70,7 +70,7 @@ def check_nothing_held(make: Make) -> None:
     with nothing_left():
         before = held()
         for turn in range(2):
-            with Stage(make) as stage:
+            with LauncherStage(make) as stage:
                 stage.start(2)
             descriptors, threads = held()
             if turn == 0:
@@ -82,7 +82,7 @@ def check_nothing_held(make: Make) -> None:
 def check_helpers_killed(make: Make) -> None:
     """Checks that ``events`` raises StartError when the launcher's own processes are killed, and no worker is left."""
     before = set(children())
-    with nothing_left(STOP), Stage(make) as stage:
+    with nothing_left(STOP), LauncherStage(make) as stage:
         workers = stage.start(2)
         helpers = set(children()) - before - {worker.pid for worker in workers}
         for pid in helpers:
@@ -134,7 +134,7 @@ def check_ctrl_c(make: Make) -> None:
 
 def check_real_worker(make: Make) -> None:
     """Checks that a real worker, which imports torch, reaches its master with its own key, and ends on its order."""
-    with nothing_left(), Stage(make, WORKER) as stage:
+    with nothing_left(), LauncherStage(make, WORKER) as stage:
         server, [(public, secret)] = curve_pair(), stage.launcher.key_pairs(1)
         hub = ZmqHub(stage.launcher.listen, server_keys=server, node_keys={0: public})
         with contextlib.closing(hub):

@@ -1,6 +1,6 @@
 """The stage of the launchers' checks: a launcher with workers that obey orders.
 
-    with Stage(make) as stage:                       a launcher of make's
+    with LauncherStage(make) as stage:               a launcher of make's
         first, second = stage.start(2)               its workers, when they have come (launcher_worker.py)
         first.ask("show", "stdout", "hello\\n")
         stage.exited(0)                              waits for the launcher's event
@@ -174,7 +174,7 @@ class _Theatre:
         self.until(lambda: all(one.ended for one in puppets), f"nodes {names} should have ended: {why}", seconds)
 
 
-class Stage(_Theatre):
+class LauncherStage(_Theatre):
     """A launcher, for the length of a block; its events; its workers."""
 
     def __init__(self, make: Make, entry: str = ENTRY) -> None:
@@ -231,7 +231,7 @@ class Stage(_Theatre):
         self.launcher.stop(grace)
         return time.monotonic() - begin
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> LauncherStage:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -366,6 +366,6 @@ class Shown:
 
 
 __all__ = [
-    *("ENTRY", "LIMIT", "MOMENT", "Make", "Master", "Puppet", "Shown", "Stage"),
+    *("ENTRY", "LIMIT", "MOMENT", "LauncherStage", "Make", "Master", "Puppet", "Shown"),
     *("held", "nothing_left"),
 ]

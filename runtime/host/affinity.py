@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Host:
+class HostResources:
     """The resources that a host has for its nodes."""
 
     gpus: tuple[str, ...] = ()  #: the GPUs as CUDA_VISIBLE_DEVICES names them
@@ -73,7 +73,7 @@ def block(things: Sequence[T], place: int, size: int) -> tuple[T, ...]:
     return tuple(things[place * n // size :][:1])
 
 
-def plan(kind: str, place: int, size: int, host: Host, threads: int = 0) -> Affinity:
+def plan(kind: str, place: int, size: int, host: HostResources, threads: int = 0) -> Affinity:
     """Decides what the node number ``place`` of the ``size`` nodes on ``host`` gets. ``threads``: 0 for what fits.
 
     Raises ValueError for a kind that is not in KINDS.
@@ -111,13 +111,13 @@ def _number(n: int, what: str) -> str:
 
 
 @cache
-def this_host() -> Host:
+def this_host() -> HostResources:
     """Returns the resources that affinity, container and CUDA_VISIBLE_DEVICES leave to this process before it is bound.
 
     Never raises.
     """
     own = os.environ.get(OWN, "").split(",")
-    return Host(gpus(), _domains(os.sched_getaffinity(0)), _quota(), "gpus" in own, "cores" in own)
+    return HostResources(gpus(), _domains(os.sched_getaffinity(0)), _quota(), "gpus" in own, "cores" in own)
 
 
 def gpus() -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class World:
+class MpiWorld:
     """All processes of this mpiexec. Rank 0 is the master, rank k + 1 node k."""
 
     mpi: Any  #: the module mpi4py.MPI
@@ -126,7 +126,7 @@ def place_of(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 @cache
-def world() -> World:
+def world() -> MpiWorld:
     """Joins all processes of this mpiexec, and waits for them to do the same. The first call takes part in MPI_Init.
 
     Raises StartError without mpiexec, without mpi4py, or when the two are of different MPIs.
@@ -159,13 +159,13 @@ def world() -> World:
     comm.Allgather([msgspec.json.encode(card).ljust(_CARD), MPI.BYTE], [all_cards, MPI.BYTE])
     cards = (all_cards[i : i + _CARD] for i in range(0, len(all_cards), _CARD))
     tags = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) // 2
-    found = World(MPI, comm, comm.Dup(), tuple(msgspec.json.decode(c.rstrip(), type=Card) for c in cards), tags)
+    found = MpiWorld(MPI, comm, comm.Dup(), tuple(msgspec.json.decode(c.rstrip(), type=Card) for c in cards), tags)
     _meet_all(comm)
     _forget_names()
     return found
 
 
-def joined() -> World | None:
+def joined() -> MpiWorld | None:
     """Returns the world, if this process has joined it already."""
     return world() if world.cache_info().currsize else None
 

@@ -23,10 +23,10 @@ class Output(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises ValueError for a text that torchrun would not take."""
         for text in (self.tee, self.redirects):
-            Choice(text)
+            OutputChoice(text)
 
 
-class Choice:
+class OutputChoice:
     """A choice of streams of nodes. Raises ValueError for a text that is neither of the two forms."""
 
     def __init__(self, text: str) -> None:

@@ -15,7 +15,7 @@ _HOSTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """One of the tasks that one ``srun`` has started together."""
 
     name: str  #: the step's name, unlike any other's: cluster, job and step
@@ -27,7 +27,7 @@ class Task:
     hosts: int  #: the number of the step's hosts
 
 
-def task(environ: Mapping[str, str] = os.environ) -> Task | None:
+def task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
     """Returns the task that this process is; None for a process that no srun has started.
 
     A batch script is no task, although Slurm gives it a rank of 0: it has no step's id.
@@ -40,10 +40,10 @@ def task(environ: Mapping[str, str] = os.environ) -> Task | None:
     except (KeyError, ValueError, IndexError):
         return None
     name = f"{environ.get('SLURM_CLUSTER_NAME', 'cluster')}-{job}.{step}" + (f".{restarts}" if restarts else "")
-    return Task(name, rank, size, local_rank, local_size, host, hosts)
+    return SlurmTask(name, rank, size, local_rank, local_size, host, hosts)
 
 
-def one_of_several(environ: Mapping[str, str] = os.environ) -> Task | None:
+def one_of_several(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
     """Returns the task that this process is, if the same srun has started others, which could be its nodes."""
     found = task(environ)
     return found if found is not None and found.size > 1 else None

@@ -20,7 +20,7 @@ from checkout import ROOT, search_path
 from limits import HANG
 
 from disttensor.cli import doctor, gpu_trial, versions
-from disttensor.cli.doctor import NONE, OK, WRONG, Row
+from disttensor.cli.doctor import NONE, OK, WRONG, CheckRow
 from disttensor.runtime.protocol.bundle import PROTOCOL, VERSION
 
 PAGE = ROOT / "docs" / "DOCTOR.md"
@@ -45,15 +45,15 @@ def shape(text: str) -> str:
     return re.sub(r"[\d,.]*\d|any number of", "N", re.sub(r"\b[MG]iB", "BYTES", text))
 
 
-def of_page() -> dict[str, Row]:
+def of_page() -> dict[str, CheckRow]:
     """The rows that the page shows, by name."""
     block = re.search(r"(?ms)^    ok    versions .*?(?=^    All is well)", PAGE.read_text())
     assert block is not None
-    rows: dict[str, Row] = {}
+    rows: dict[str, CheckRow] = {}
     for line in block[0].splitlines():
         state, name, text = line[4:10].strip(), line[10:28].strip(), line[28:].strip()
         if state:
-            rows[name] = Row(name, state, text)
+            rows[name] = CheckRow(name, state, text)
         elif text:
             last = next(reversed(rows))
             rows[last] = rows[last]._replace(found=f"{rows[last].found} {text}")
@@ -65,7 +65,7 @@ def test_a_run_finds_what_the_page_shows(tmp_path: Path) -> None:
         "disttensor.doctor", "--json", DISTTENSOR_SECRET=SECRET, HOME=str(tmp_path / "somebody"), OMP_NUM_THREADS="1"
     )
     told = json.loads(done.stdout)
-    found = {row["name"]: Row(**row) for row in told["rows"]}
+    found = {row["name"]: CheckRow(**row) for row in told["rows"]}
     assert SECRET not in done.stdout
     assert "DISTTENSOR_SECRET" in found["environment"].found
     assert "somebody" not in done.stdout
@@ -129,7 +129,7 @@ def test_a_trial_that_does_not_end_well_is_a_row(code: str, found: str) -> None:
     head = f"import json, os, signal, sys\nprint('noise'); print('disttensor-row ' + json.dumps({row}), flush=True)\n"
     patience = 1.0 if "pause" in code else HANG
     rows = list(doctor.tried([sys.executable, "-c", head + code], patience))
-    assert rows[0] == Row("torch", OK, "x")
+    assert rows[0] == CheckRow("torch", OK, "x")
     assert [row.state for row in rows[1:]] == ([WRONG] if found else [])
     assert all(found in row.found for row in rows[1:]), rows
 
@@ -179,7 +179,7 @@ def test_without_a_gpu_one_row_says_so() -> None:
     done = run("disttensor.doctor", "--gpu", "--json", CUDA_VISIBLE_DEVICES="")
     told = json.loads(done.stdout)
     assert (done.returncode, told["well"]) == (1, False)
-    *_, last = (Row(**row) for row in told["rows"])
+    *_, last = (CheckRow(**row) for row in told["rows"])
     assert [row["name"] for row in told["rows"]] == ["versions", "environment", "GPUs"]
     assert last.state == WRONG
     assert last.found.startswith("torch sees no GPU, so none was tried: ")

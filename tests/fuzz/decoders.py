@@ -55,13 +55,13 @@ from disttensor.runtime.endpoints import frames as endpoint_frames
 from disttensor.runtime.host import affinity, mpi_env, slurm_env
 from disttensor.runtime.host.addresses import split
 from disttensor.runtime.host.launch_spec import Host, LaunchSpec, spec_of_dtrun
-from disttensor.runtime.host.output_options import Choice, Output
+from disttensor.runtime.host.output_options import Output, OutputChoice
 from disttensor.runtime.host.precedence import SETTINGS
 from disttensor.runtime.launch.hosts import parse_hosts, read_hostfile
 from disttensor.runtime.launch.output.lines import Lines, Tail, without_escapes
 from disttensor.runtime.launch.rendezvous import credentials, rendezvous, torchrun, worker_cli
 from disttensor.runtime.launch.starters.piped import _Marked
-from disttensor.runtime.launch.starters.ray_agent import Told, read_told
+from disttensor.runtime.launch.starters.ray_agent import RayAgentStart, read_told
 from disttensor.runtime.launch.tree import control
 from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
 from disttensor.runtime.launch.tree.shipping import Sources, unpack
@@ -622,7 +622,7 @@ def _text_of(decode: Callable[[str], object]) -> Callable[[bytes], object]:
 
 
 def _choice(text: str) -> None:
-    Choice(text).has(1, 2)
+    OutputChoice(text).has(1, 2)
 
 
 _FLAGS = [
@@ -876,7 +876,7 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder("secret in the environment", _texts("0123456789abcdef"), _secret_variable),
     Decoder(
         "what Ray's actors are told",
-        jsons(Told, Told(_INVITATION, 2, 0)),
+        jsons(RayAgentStart, RayAgentStart(_INVITATION, 2, 0)),
         read_told,
         (StartError,),
         covers=("runtime/launch/starters/ray_agent.py:read_told",),

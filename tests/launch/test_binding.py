@@ -15,13 +15,13 @@ from limits import HANG
 
 import disttensor as dt
 from disttensor.runtime.host import affinity
-from disttensor.runtime.host.affinity import Host, block, plan
+from disttensor.runtime.host.affinity import HostResources, block, plan
 from disttensor.runtime.protocol.bundle import Bundle
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 #: Two sockets with four cores each, and four GPUs.
-LARGE = Host(("0", "1", "2", "3"), ((0, 2, 4, 6), (1, 3, 5, 7)))
+LARGE = HostResources(("0", "1", "2", "3"), ((0, 2, 4, 6), (1, 3, 5, 7)))
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_gpus_by_local_rank(size: int, expected: list[str]) -> None:
 
 def test_gpus_that_are_left_alone() -> None:
     assert plan("none", 1, 2, LARGE).gpus is None
-    assert plan("gpu", 1, 2, Host()).gpus is None
+    assert plan("gpu", 1, 2, HostResources()).gpus is None
     assert plan("none", 1, 8, LARGE).said == ""
 
 
@@ -92,14 +92,14 @@ def test_threads_are_the_hosts_cores_divided(size: int, threads: int) -> None:
 
 
 def test_a_containers_limit_counts() -> None:
-    small = Host((), LARGE.domains, cpus=2)
+    small = HostResources((), LARGE.domains, cpus=2)
     assert [plan("gpu", 0, size, small).threads for size in (1, 2, 4)] == [2, 1, 1]
     assert plan("core", 0, 2, small).threads == 1
     assert plan("gpu", 0, 4, small).said == "4 nodes share 2 cores"
 
 
 def test_what_is_shared_is_said_in_one_line() -> None:
-    host = Host(("0",), ((0, 1),))
+    host = HostResources(("0",), ((0, 1),))
     assert plan("gpu", 0, 3, host).said == "3 nodes share 1 GPU, and 3 nodes share 2 cores"
     assert plan("gpu", 0, 1, host).said == ""
 
@@ -108,11 +108,11 @@ def test_what_was_divided_already_is_not_divided_again(monkeypatch: pytest.Monke
     """As by Slurm, for each of its tasks: what a node sees is all its own."""
     monkeypatch.setenv(affinity.OWN, "cores")
     assert (affinity.this_host().own_gpus, affinity.this_host().own_cores) == (False, True)
-    one = plan("gpu", 2, 4, Host(("2",), ((4, 5),), own_gpus=True, own_cores=True))
+    one = plan("gpu", 2, 4, HostResources(("2",), ((4, 5),), own_gpus=True, own_cores=True))
     assert (one.gpus, one.threads, one.said) == (("2",), 2, "")
-    one = plan("core", 1, 2, Host(("0", "1"), ((4, 5),), own_cores=True))
+    one = plan("core", 1, 2, HostResources(("0", "1"), ((4, 5),), own_cores=True))
     assert (one.gpus, one.cores, one.threads) == (("1",), (4, 5), 2)
-    one = plan("gpu", 1, 2, Host(("3",), ((0, 1),), own_gpus=True))
+    one = plan("gpu", 1, 2, HostResources(("3",), ((0, 1),), own_gpus=True))
     assert (one.gpus, one.threads) == (("3",), 1)
 
 

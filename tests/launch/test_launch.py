@@ -38,7 +38,7 @@ from disttensor.runtime.launch.starters.local import LocalLauncher
 from disttensor.runtime.launch.starters.server_launcher import ServerLauncher
 from disttensor.runtime.launch.tree.control import CREDIT, Began, Ended, News, NodeOutput, Order, OutputAck, Start
 from disttensor.runtime.launch.tree.framed import FramedSocket
-from disttensor.runtime.launch.tree.server import Node
+from disttensor.runtime.launch.tree.server import ForkedWorker
 from disttensor.runtime.launch.tree.spawn import spawn_server
 from disttensor.runtime.process.page import Page
 from disttensor.runtime.protocol.bundle import Bundle
@@ -147,7 +147,7 @@ class Starved(MemoryKills):
 )
 def test_what_the_launcher_kills_did_not_lack_memory(ordered: int | None, code: int, says: str) -> None:
     with subprocess.Popen(["sleep", "inf"], start_new_session=True) as process:
-        node = Node(0, process.pid, -1, (), Tail(), -1, Page())
+        node = ForkedWorker(0, process.pid, -1, (), Tail(), -1, Page())
         try:
             if ordered is not None:
                 node.signal(ordered)

@@ -30,7 +30,7 @@ from disttensor.runtime.launch.tree import root
 from disttensor.runtime.launch.tree.control import Modules, Order
 from disttensor.runtime.launch.tree.framed import FramedSocket
 from disttensor.runtime.launch.tree.host_starter import Branch, HostStarter
-from disttensor.runtime.launch.tree.loop import Loop
+from disttensor.runtime.launch.tree.loop import EventLoop
 from disttensor.runtime.protocol.bundle import Bundle
 
 pytestmark = pytest.mark.cold  # stubs import no torch, and some of this is about imports
@@ -165,7 +165,7 @@ def test_a_root_whose_agents_never_come_ends_in_its_time(monkeypatch: pytest.Mon
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(root, "PATIENCE", 0.1)
     monkeypatch.setattr(root, "LATE", 0.1)
-    monkeypatch.setattr(root.Loop, "turn", partialmethod(turn_with_an_end, root.Loop.turn))
+    monkeypatch.setattr(root.EventLoop, "turn", partialmethod(turn_with_an_end, root.EventLoop.turn))
     try:
         with FramedSocket(Order, theirs.detach()) as wire:
             one = root.Root(wire)
@@ -187,7 +187,7 @@ class Awaiting(HostStarter):
         return True
 
 
-def turn_with_an_end(loop: Loop, turn: Callable[..., None], timeout: float | None = None) -> None:
+def turn_with_an_end(loop: EventLoop, turn: Callable[..., None], timeout: float | None = None) -> None:
     """A turn that would wait without an end fails."""
     assert timeout is not None or loop._times or select.select(list(loop._watched), [], [], 0)[0]
     turn(loop, timeout)
@@ -202,7 +202,7 @@ def test_a_wire_that_has_ended_is_not_waited_for(pipes: bool) -> None:
     else:
         ours, other = socket.socketpair()
         inn, out, theirs = ours.detach(), None, [other.detach()]
-    loop = Loop()
+    loop = EventLoop()
     with FramedSocket(Order, inn, out) as wire:
         wire.say(Modules(bytes(4 << 20)))
         wire.watch_room(loop)

@@ -9,7 +9,7 @@ from limits import HANG
 from simcuda_kit import TOOLS, run, start
 
 from disttensor.cli import gpu_trial
-from disttensor.cli.doctor import NONE, OK, WRONG, Row
+from disttensor.cli.doctor import NONE, OK, WRONG, CheckRow
 
 pytestmark = [pytest.mark.simcuda, pytest.mark.cold]
 
@@ -19,11 +19,11 @@ DOCTOR = "import sys\nfrom disttensor.doctor import main\nsys.exit(main(['--gpu'
 NOT_SIMULATED = set() if (TOOLS / "nccl").is_dir() else {"NCCL of one", "NCCL of nodes"}
 
 
-def rows(count: int) -> dict[str, Row]:
+def rows(count: int) -> dict[str, CheckRow]:
     with start(DOCTOR, kernels=True, visible=",".join(map(str, range(count))), devices=count, delay_ms=1) as process:
         out, err = process.communicate(timeout=HANG)
     told = json.loads(out)
-    found = {row["name"]: Row(**row) for row in told["rows"]}
+    found = {row["name"]: CheckRow(**row) for row in told["rows"]}
     wrong = {name: row for name, row in found.items() if row.state == WRONG}
     assert wrong.keys() <= NOT_SIMULATED, (wrong, err)
     assert (process.returncode, told["well"]) == (bool(wrong), not wrong)
@@ -103,7 +103,7 @@ def test_an_error_that_sticks_is_a_row_and_the_rest_is_tried():
     with start(DOCTOR, kernels=True, visible="0", devices=1, delay_ms=0, fail_task=400) as process:
         out, err = process.communicate(timeout=2 * HANG)
     assert process.returncode == 1, err
-    found = {row["name"]: Row(**row) for row in json.loads(out)["rows"]}
+    found = {row["name"]: CheckRow(**row) for row in json.loads(out)["rows"]}
     assert [*found][2:] == [step.name for step, _ in gpu_trial.STEPS]
     wrong = [row for row in found.values() if row.state == WRONG]
     assert wrong

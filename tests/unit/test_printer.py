@@ -12,7 +12,7 @@ import pytest
 from output_kit import unfolded
 from screen import Screen
 
-from disttensor.runtime.host.output_options import Choice, Output
+from disttensor.runtime.host.output_options import Output, OutputChoice
 from disttensor.runtime.launch.output import printer as module
 from disttensor.runtime.launch.output.folding import OutputFolding
 from disttensor.runtime.launch.output.lines import Lines, Tail, plain
@@ -328,7 +328,7 @@ def test_log_file_that_cannot_be_written(
     ],
 )  # fmt: skip
 def test_choices_as_torchrun_takes_them(text: str, has: list[tuple[int, int]]) -> None:
-    choice = Choice(text)
+    choice = OutputChoice(text)
     assert [(rank, stream) for rank in (0, 1) for stream in (1, 2) if choice.has(rank, stream)] == has
 
 

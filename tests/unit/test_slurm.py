@@ -52,10 +52,10 @@ def enter(job: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
 
 
 def test_a_task() -> None:
-    assert slurm_env.task(STEP) == slurm_env.Task("hal-17.0", 3, 4, 0, 1, 1, 2)
-    assert slurm_env.task({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == slurm_env.Task(
-        "hal-17.0", 1, 4, 1, 3, 0, 2
-    )
+    assert slurm_env.task(STEP) == slurm_env.SlurmTask("hal-17.0", 3, 4, 0, 1, 1, 2)
+    assert slurm_env.task(
+        {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    ) == slurm_env.SlurmTask("hal-17.0", 1, 4, 1, 3, 0, 2)
     assert slurm_env.task({**STEP, "SLURM_RESTART_COUNT": "2"}).name == "hal-17.0.2", "of the job that runs now"  # type: ignore[union-attr]
 
 

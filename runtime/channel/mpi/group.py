@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...host.mpi_env import World
+from ...host.mpi_env import MpiWorld
 from ..payload import byte_view
 
 KINDS = frozenset(
@@ -48,12 +48,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 class MpiGroup:
-    """A communicator of these ranks of nodes. ``check`` raises when the collective is hopeless; see ``World.finish``.
+    """A communicator of these ranks of nodes. ``check`` raises when the collective is hopeless: ``MpiWorld.finish``.
 
     Making one waits for all of them. It is never freed: that would take all of them, too.
     """
 
-    def __init__(self, world: World, ranks: Sequence[int], me: int, number: int, check: Callable[[], None]) -> None:
+    def __init__(self, world: MpiWorld, ranks: Sequence[int], me: int, number: int, check: Callable[[], None]) -> None:
         self.check = check
         self._world = world
         self._busy = False  #: all ranks take part by now

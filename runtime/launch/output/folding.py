@@ -17,7 +17,7 @@ HOLD = 0.02
 ROOM = 1 << 18
 
 
-class Group:
+class FoldedLine:
     """A line and the nodes that have printed it."""
 
     __slots__ = ("deadline", "gone", "place", "ranks", "stream", "text")
@@ -39,10 +39,10 @@ class OutputFolding:
 
     def __init__(self, hold: float = HOLD) -> None:
         self._hold = hold
-        self._queue: OrderedDict[Group, None] = OrderedDict()  #: by place
-        self._ages: deque[Group] = deque()  #: by deadline
-        self._same: dict[tuple[int, bytes], list[Group]] = {}  #: waiting groups with this text, by place
-        self._last: dict[int, Group] = {}  #: the group of each node's latest line
+        self._queue: OrderedDict[FoldedLine, None] = OrderedDict()  #: by place
+        self._ages: deque[FoldedLine] = deque()  #: by deadline
+        self._same: dict[tuple[int, bytes], list[FoldedLine]] = {}  #: waiting groups with this text, by place
+        self._last: dict[int, FoldedLine] = {}  #: the group of each node's latest line
         self._places = 0
         self._size = 0
 
@@ -50,7 +50,7 @@ class OutputFolding:
         same = self._same.setdefault((stream, text), [])
         group = self._to_join(rank, same)
         if group is None:
-            group = Group(rank, stream, text, self._next_place(), now + self._hold)
+            group = FoldedLine(rank, stream, text, self._next_place(), now + self._hold)
             self._queue[group] = None
             self._ages.append(group)
             self._size += len(text)
@@ -59,7 +59,7 @@ class OutputFolding:
             group.ranks.append(rank)
         self._last[rank] = group
 
-    def _to_join(self, rank: int, same: list[Group]) -> Group | None:
+    def _to_join(self, rank: int, same: list[FoldedLine]) -> FoldedLine | None:
         if not same:
             return None
         last = self._last.get(rank)
@@ -81,9 +81,9 @@ class OutputFolding:
         self._places += 1
         return self._places
 
-    def take(self, now: float, everyone: int) -> list[Group]:
+    def take(self, now: float, everyone: int) -> list[FoldedLine]:
         """Takes the groups that are to be shown now. ``everyone``: the number of nodes that may print."""
-        out: list[Group] = []
+        out: list[FoldedLine] = []
         ages = self._ages
         while ages and (ages[0].gone or ages[0].deadline <= now):
             oldest = ages.popleft()
@@ -93,7 +93,7 @@ class OutputFolding:
             out.append(self._pop())
         return out
 
-    def _pop(self) -> Group:
+    def _pop(self) -> FoldedLine:
         group, _ = self._queue.popitem(last=False)
         group.gone = True
         self._size -= len(group.text)

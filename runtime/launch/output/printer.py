@@ -14,9 +14,9 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...host.output_options import STREAMS, Choice, Output
+from ...host.output_options import STREAMS, Output, OutputChoice
 from ...host.private_files import lock_file, make_private_folder, open_private_file
-from .folding import Group, OutputFolding
+from .folding import FoldedLine, OutputFolding
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
 
@@ -58,9 +58,9 @@ class Printer:
 
     def _set(self, output: Output) -> None:
         self._output = output
-        self._redirected = Choice(output.redirects)
+        self._redirected = OutputChoice(output.redirects)
         # like torchrun's, but that a directory without any choice means all: nobody names one for nothing
-        self._teed = Choice(output.tee if output.tee or output.redirects else "3")
+        self._teed = OutputChoice(output.tee if output.tee or output.redirects else "3")
 
     def show(self, output: Output) -> None:
         """Sets how to show the output of nodes that begin after this. Raises ValueError."""
@@ -124,7 +124,7 @@ class Printer:
 
     # ---- destinations ----------------------------------------------------------------------------------------------
 
-    def _show(self, groups: Sequence[Group]) -> None:
+    def _show(self, groups: Sequence[FoldedLine]) -> None:
         for group in groups:
             self._put(group.stream, self._prefix(group.stream, group.ranks), [group.text])
 

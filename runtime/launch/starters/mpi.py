@@ -65,7 +65,7 @@ def await_true(look: Callable[[], bool], timeout: float | None = None) -> bool:
     return True
 
 
-def take(world: mpi_env.World, status: Any) -> bytes:
+def take(world: mpi_env.MpiWorld, status: Any) -> bytes:
     """Receives the message that a probe has found."""
     data = bytearray(status.Get_count(world.mpi.BYTE))
     world.comm.Recv([data, world.mpi.BYTE], status.source, status.tag)
@@ -189,7 +189,7 @@ class MpiLauncher(Launcher):
 class MpiProcesses:
     """All processes that can be nodes, as rank 0 sees them, until its end."""
 
-    def __init__(self, world: mpi_env.World) -> None:
+    def __init__(self, world: mpi_env.MpiWorld) -> None:
         if world.rank != 0:
             raise StartError("only rank 0 of mpiexec is the master; start the script by `mpiexec -n 5 dtrun script.py`")
         self.world = world

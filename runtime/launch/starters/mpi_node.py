@@ -40,7 +40,7 @@ _PATIENCE = 1.0
 _leaving = threading.Event()
 
 
-def serve(world: mpi_env.World, output: Output = Output()) -> NoReturn:  # noqa: B008 - frozen
+def serve(world: mpi_env.MpiWorld, output: Output = Output()) -> NoReturn:  # noqa: B008 - frozen
     """Makes this process the node of its rank, and ends it with the exit code."""
     code = 1
     try:
@@ -61,7 +61,7 @@ def serve(world: mpi_env.World, output: Output = Output()) -> NoReturn:  # noqa:
     exit_at_once(0)
 
 
-def _order(world: mpi_env.World, public: str, side: str = "", timeout: float | None = None) -> bytes | None:
+def _order(world: mpi_env.MpiWorld, public: str, side: str = "", timeout: float | None = None) -> bytes | None:
     """Offers to be a node with these keys, and waits for the master's order; None if none comes in time.
 
     ``side`` is the public key of the side channel.
@@ -71,7 +71,7 @@ def _order(world: mpi_env.World, public: str, side: str = "", timeout: float | N
     return take(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
 
 
-def _work(world: mpi_env.World) -> int:
+def _work(world: mpi_env.MpiWorld) -> int:
     """Serves session after session. A code other than 0 ends all processes: mpiexec does so without MPI_Finalize."""
     patience = None
     while True:
@@ -97,7 +97,7 @@ def _work(world: mpi_env.World) -> int:
         patience = None if code == 0 or world.near(0) else ARRIVE
 
 
-def _settle(world: mpi_env.World, output: Output) -> None:
+def _settle(world: mpi_env.MpiWorld, output: Output) -> None:
     rank = world.rank - 1
     _relay_output(rank, output)
     if world.near(0):

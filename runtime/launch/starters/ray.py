@@ -31,7 +31,7 @@ from ..tree.control import Order
 from ..tree.host_starter import Branch
 from ..tree.stderr_tail import StderrTail
 from .join import JoinStarter
-from .ray_agent import Told
+from .ray_agent import RayAgentStart
 from .root_launcher import RootLauncher
 
 _DRIVER = os.path.join(os.path.dirname(__file__), "ray_driver.py")
@@ -196,7 +196,7 @@ class RayStarter(JoinStarter):
         for host in hosts:
             host.first = first
             first += host.slots
-            told.append(Told(Invitation(addresses, keys[0], host.key, ""), host.slots, host.first))
+            told.append(RayAgentStart(Invitation(addresses, keys[0], host.key, ""), host.slots, host.first))
         self._say(told)
         self.root.reconsider()
 

@@ -18,7 +18,7 @@ from ..rendezvous.worker_cli import join
 _TIMEOUT = 30.0
 
 
-class Told(msgspec.Struct, frozen=True):
+class RayAgentStart(msgspec.Struct, frozen=True):
     """The one line on stdin."""
 
     invitation: Invitation
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] = ()) -> int:
         return 1
 
 
-def read_told(line: bytes) -> Told:
+def read_told(line: bytes) -> RayAgentStart:
     """Decodes the line on stdin. Raises StartError for any other."""
     try:
-        told = msgspec.json.decode(line, type=Told)
+        told = msgspec.json.decode(line, type=RayAgentStart)
         check_invitation(told.invitation)
     except UNDECODABLE as e:
         raise StartError(str(e)) from None

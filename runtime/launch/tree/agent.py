@@ -30,7 +30,7 @@ from ...process.own_time import Unheard
 from ...protocol.errors import ProtocolError, StartError
 from .control import AgentHello, Beat, LaunchFailed, Order, Pause, Ready, Refuse, ServerNews, Stop
 from .framed import MARK, FramedSocket, FramedStream
-from .loop import Loop
+from .loop import EventLoop
 from .spawn import PRELOAD, spawn_server
 
 #: Seconds for the fork server to end its nodes and itself, beyond the grace.
@@ -70,7 +70,7 @@ class Agent:
         self._up = up
         self._silence = Silence()  #: the root's beats say which
         self._clock = clock
-        self._loop = Loop(clock)
+        self._loop = EventLoop(clock)
         self._unheard = Unheard(clock=clock)
         self._paused = False  #: the nodes are stopped, because nothing is heard
         self._ending: float | None = None  #: when the end has to be done at the latest

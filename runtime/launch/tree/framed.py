@@ -14,7 +14,7 @@ from ...protocol.errors import ProtocolError, StartError
 from ...protocol.framing import PREFIX, Decoder, length, prefixed
 from ..output.lines import plain
 from .control import MAX_FRAME
-from .loop import Loop
+from .loop import EventLoop
 
 In = TypeVar("In")
 
@@ -38,7 +38,7 @@ class FramedStream(ABC, Generic[In]):
     def push(self, timeout: float = 0.0) -> None:
         """Sends queued messages; waits up to ``timeout`` seconds for room each time that there is none."""
 
-    def watch_room(self, loop: Loop) -> None:
+    def watch_room(self, loop: EventLoop) -> None:
         """Has the loop's next turn end when there is room for queued bytes."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class FramedSocket(FramedStream[In]):
         """True while a message has not left completely, and the other end may still take it."""
         return bool(self._out) and not self.ended
 
-    def watch_room(self, loop: Loop) -> None:
+    def watch_room(self, loop: EventLoop) -> None:
         loop.room(self.out, self.pending)
 
     def fileno(self) -> int:

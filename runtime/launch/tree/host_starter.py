@@ -20,7 +20,7 @@ from ...process.own_time import Unheard
 from ...process.renamed import old_names
 from ..tree.control import AgentHello, AgentNews, News, Order, Start
 from ..tree.framed import FramedStream
-from ..tree.loop import Loop
+from ..tree.loop import EventLoop
 
 
 class Branch(ABC):
@@ -72,7 +72,7 @@ class Branch(ABC):
 class RootPort(Protocol):
     """The root, as host starters see it."""
 
-    loop: Loop
+    loop: EventLoop
     spec: LaunchSpec
 
     def tell(self, news: News) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ...process.clock import CLOCK, Clock
 
 
-class Loop:
+class EventLoop:
     """An event loop. ``turn`` waits for the next events and calls the functions that were registered for them."""
 
     def __init__(self, clock: Clock = CLOCK) -> None:

@@ -64,7 +64,7 @@ from .control import (
 from .dealing import RankAssignment
 from .framed import FramedSocket, FramedStream
 from .host_starter import Branch, HostStarter
-from .loop import Loop
+from .loop import EventLoop
 from .shipping import offer
 
 #: The exit code of agents, and of nodes, whose master has gone.
@@ -84,7 +84,7 @@ class Root:
 
     def __init__(self, wire: FramedStream[Order], clock: Clock = CLOCK) -> None:
         self.clock = clock
-        self.loop = Loop(clock)
+        self.loop = EventLoop(clock)
         self.spec = LaunchSpec("")
         self._up = wire
         self._starter: HostStarter | None = None

@@ -71,7 +71,7 @@ ORPHAN_TIME = 0.5
 LOOK_TIME, MAX_STACK = 0.2, 16 << 10
 
 
-class Node:
+class ForkedWorker:
     """A running worker, as its server sees it."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Server:
         self._wire = wire
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         self._printer = Printer()
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, ForkedWorker] = {}
         self._memory = MemoryKills()
         self._selector = selectors.PollSelector()  # epoll refuses regular files
         self._deadline: float | None = None  #: set while stopping: when to use more force
@@ -260,7 +260,9 @@ class Server:
                 os.close(fd)
             tail = Tail()
             then = partial(self._take_output, bundle.rank, tail)
-            node = Node(bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail, stacks, page)
+            node = ForkedWorker(
+                bundle.rank, pid, line_in, (Source(out, 1, then), Source(err, 2, then)), tail, stacks, page
+            )
             with contextlib.suppress(BrokenPipeError):  # it has ended already, which its pidfd will tell
                 write_bundle(line_in, bundle)
         except OSError as e:  # no descriptors, no processes, no memory left
@@ -303,7 +305,7 @@ class Server:
             fds += [node.pidfd, node.lifeline, node.stacks, *(s.fd for s in node.sources)]
         return fds
 
-    def _reap(self, node: Node) -> None:
+    def _reap(self, node: ForkedWorker) -> None:
         node.signal_group(signal.SIGKILL)  # its children; it is a zombie itself, so the group's number is still its own
         _, status, usage = os.wait4(node.pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -340,7 +342,7 @@ class Server:
             with contextlib.suppress(OSError):
                 os.kill(node.pid, STACKS)
 
-    def _take_stack(self, node: Node) -> None:
+    def _take_stack(self, node: ForkedWorker) -> None:
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(node.stacks, 1 << 16):
                 node.stack = (node.stack + piece)[:MAX_STACK]

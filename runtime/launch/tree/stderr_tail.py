@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 
 from ..output.lines import LONG, TAIL_LINES, shown_in_tail
-from .loop import Loop
+from .loop import EventLoop
 
 
 class StderrTail:
     """Reads ``fd``, which it closes, in the turns of a loop; ``then`` gets the lines that have arrived, each once."""
 
-    def __init__(self, loop: Loop, fd: int, then: Callable[[list[bytes]], object]) -> None:
+    def __init__(self, loop: EventLoop, fd: int, then: Callable[[list[bytes]], object]) -> None:
         os.set_blocking(fd, False)
         self._loop, self._fd, self._then = loop, fd, then
         self._last: deque[str] = deque(maxlen=TAIL_LINES)
