@@ -25,7 +25,7 @@ Figures: TypeAlias = tuple[int, int, float]
 Row: TypeAlias = tuple[str, str, int, Figures, Figures]
 
 
-class Tally:
+class TransferTally:
     """The counts of transfers with one peer in one direction.
 
     Its seconds are those in which at least one was under way. It has been tuned: ``with`` would take twice as long as
@@ -84,11 +84,11 @@ class Tally:
             return self.calls, self.bytes, self.seconds + running
 
 
-class _Tallies(dict[int, Tally]):
+class _Tallies(dict[int, TransferTally]):
     """The tallies by peer, made at first use."""
 
-    def __missing__(self, peer: int) -> Tally:
-        return self.setdefault(peer, Tally())
+    def __missing__(self, peer: int) -> TransferTally:
+        return self.setdefault(peer, TransferTally())
 
 
 class CountedChannel(DataChannel):
@@ -162,7 +162,7 @@ class CountedChannel(DataChannel):
     def rows(self) -> list[Row]:
         """Returns a row for each peer that something was sent to or received from."""
         sent, received = dict(self._sent), dict(self._received)
-        none = Tally()
+        none = TransferTally()
         return [
             (self.name, self.use, peer, sent.get(peer, none).figures(), received.get(peer, none).figures())
             for peer in sorted({*sent, *received})

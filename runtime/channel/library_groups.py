@@ -26,7 +26,7 @@ _NEWS = 5.0
 Tensors = Sequence[torch.Tensor]
 
 
-class Group(Protocol):
+class LibraryGroup(Protocol):
     """A process group of the library's."""
 
     def run(self, kind: str, inputs: Tensors, outs: Tensors, op: str, root: int) -> None:
@@ -106,13 +106,15 @@ class GroupedChannel(TcpChannel):
     def __init__(self, context: ChannelContext) -> None:
         self.mailbox = Mailbox()
         self.rank = context.rank
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self._thrown = weakref.WeakSet[Group]()  #: groups in which a rank was in trouble; their end may be under way
+        self._groups: dict[tuple[int, ...], LibraryGroup] = {}
+        self._thrown = weakref.WeakSet[
+            LibraryGroup
+        ]()  #: groups in which a rank was in trouble; their end may be under way
         self._broke = ""  #: the key by which other ranks give up the current collective
         super().__init__(context)
 
     @abstractmethod
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
+    def _group(self, name: str, ranks: tuple[int, ...]) -> LibraryGroup:
         """Makes a group; ``name`` is the same for all ranks, and not used again.
 
         Raises anything, also ``lost``'s error.

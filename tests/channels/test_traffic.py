@@ -15,7 +15,7 @@ from native_channel import NativeChannel
 
 import disttensor as dt
 from disttensor.runtime.channel import DataChannel, counted
-from disttensor.runtime.channel.counted import CountedChannel, Tally
+from disttensor.runtime.channel.counted import CountedChannel, TransferTally
 from disttensor.runtime.channel.inproc import InprocChannel
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.reader import ReceiveTicket
@@ -49,7 +49,7 @@ def test_it_is_what_it_counts():
 def test_seconds_are_those_in_which_something_was_under_way(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr(counted, "perf_counter", lambda: clock[0])
-    tally = Tally()
+    tally = TransferTally()
 
     def at(now):
         clock[0] = now

@@ -48,7 +48,7 @@ from disttensor.runtime.channel.shm.sharing import Sharing
 from disttensor.runtime.channel.tcp import handshake
 from disttensor.runtime.channel.tcp.dial import split_address
 from disttensor.runtime.channel.tcp.frames import BYE, DATA, SIZE, Frame, Opener, Sealer, nbytes_of
-from disttensor.runtime.channel.tcp.kept import Connection, Kept
+from disttensor.runtime.channel.tcp.kept import Kept, TcpConnection
 from disttensor.runtime.channel.tcp.reader import PeerReader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
 from disttensor.runtime.endpoints import frames as endpoint_frames
@@ -299,7 +299,7 @@ class _Reading:
         self.failed: list[type[ChannelError]] = []
         self.kept = Kept()
 
-    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive:
+    def claim(self, transfer: int, patient: bool, connection: TcpConnection) -> Receive:
         tensor = torch.empty(4)
         return Receive(tensor, 0, 4, byte_view(tensor), ReceiveTicket(self))  # type: ignore[arg-type]
 
@@ -316,7 +316,7 @@ class _Reading:
     def settle(self, receipt: int) -> None:
         self.kept.settle(receipt)
 
-    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None:
+    def lose(self, connection: TcpConnection, error: Exception, wanted: bool = True) -> None:
         self.fail(BrokenError, "")
 
     def lost(self, error: Exception) -> str:

@@ -71,7 +71,7 @@ class PeerHello(NamedTuple):
         return cls(rank, to, nonce, wishes, Standing._make(_STANDING.unpack(standing)), proof)
 
 
-class Keys(NamedTuple):
+class DirectionKeys(NamedTuple):
     """The keys of one direction, 32 bytes each: of its headers, and of payloads that are encrypted."""
 
     frames: bytes
@@ -104,7 +104,7 @@ class Secrets:
         self._acceptor_proves = hkdf(key, nonces, info + b"acceptor proves")
         #: keys of what the initiator sends, and of what the acceptor sends
         self.of_initiator, self.of_acceptor = (
-            Keys(hkdf(key, nonces, info + role + b" sends"), hkdf(key, nonces, info + role + b" encrypts"))
+            DirectionKeys(hkdf(key, nonces, info + role + b" sends"), hkdf(key, nonces, info + role + b" encrypts"))
             for role in (b"initiator", b"acceptor")
         )
 

@@ -43,7 +43,7 @@ class Out:
     copy: bytes | None = None  #: the payload, where ``tensor`` is not its any more
 
 
-class Connection:
+class TcpConnection:
     """One of the connections that a pair has one after the other. ``users``: threads that use its socket."""
 
     def __init__(self, sock: socket.socket, dialled: bool) -> None:

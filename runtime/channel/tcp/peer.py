@@ -49,10 +49,10 @@ from ..payload import byte_view, describe, dtype_id, is_plain, plain
 from ..ticket import Ticket, failed
 from .dial import DeniedError, dial, shut_down, tune_after, unacknowledged
 from .frames import CARRIED, DATA, EAGER, POISON, RECEIPT, WORD, Frame
-from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, Keys, Secrets, Standing
-from .kept import Connection, Out
+from .handshake import CROSSED, TAKEN, UNFIT, WELCOME, DirectionKeys, Secrets, Standing
+from .kept import Out, TcpConnection
 from .reader import PeerReader, Receive, ReceiveTicket
-from .sender import Sender
+from .sender import FrameSender
 from .shield import ENCRYPT, agreed, shield, unprotected, wishes
 
 #: The peer is told how much has arrived after so many frames or bytes, if nothing that is sent has told it by then.
@@ -114,10 +114,10 @@ class TcpPeer:
         self._receives: dict[int, Receive] = {}
         self._claimed: int | None = None  #: the transfer whose tensor is being filled
         self._unanswered = Unanswered()
-        self._sender = Sender(self)
+        self._sender = FrameSender(self)
         self.reader: PeerReader | None = None  #: None while there is no connection
-        self._connection: Connection | None = None
-        self._broken: Connection | None = None  #: the one before, while threads use it
+        self._connection: TcpConnection | None = None
+        self._broken: TcpConnection | None = None  #: the one before, while threads use it
         self._calling: socket.socket | None = None
         self._standing = Standing(os.urandom(8), 0, 0)  #: that of the last connection
         self._instance = b""  #: the peer's, once it is known
@@ -277,7 +277,7 @@ class TcpPeer:
             poll.register(self._sock, select.POLLRDHUP)
             return bool(poll.poll(0))
 
-    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None:
+    def lose(self, connection: TcpConnection, error: Exception, wanted: bool = True) -> None:
         """Handles the end of a connection: it is made anew, unless the peer does not want that, or is gone.
 
         Called by threads that use it; once is enough.
@@ -309,7 +309,7 @@ class TcpPeer:
     def _in_vain(self, why: str) -> str:
         return f"{why}; no other one has come about, or has brought anything, within {self._limits.silent:g} s"
 
-    def _break_with_lock(self, connection: Connection) -> None:
+    def _break_with_lock(self, connection: TcpConnection) -> None:
         self._shared = self._is_shared_with_lock(connection)
         self._connection, self._broken, self._state = None, connection, _State.NEW
         if not self._progress or not self._sender.has_unsettled:
@@ -323,7 +323,7 @@ class TcpPeer:
         self._posted.notify_all()
         self._sender.want_thread_with_lock()
 
-    def _is_shared_with_lock(self, connection: Connection) -> bool:
+    def _is_shared_with_lock(self, connection: TcpConnection) -> bool:
         """Returns whether the peer is known to have the current connection, too."""
         return connection.dialled or (self.reader is not None and self.reader.has_read)
 
@@ -357,7 +357,7 @@ class TcpPeer:
             if self._connection is not None:
                 self._free_with_lock(self._connection)
 
-    def leave(self, connection: Connection | None = None) -> None:
+    def leave(self, connection: TcpConnection | None = None) -> None:
         """Ends a thread, and its use of a connection."""
         with self.lock:
             self._users -= 1
@@ -367,13 +367,13 @@ class TcpPeer:
             if self._users == 0 and self.failure is not None and self.carrier is not None:
                 self.carrier.close()
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: TcpConnection) -> None:
         """Ends a use of a connection."""
         with self.lock:
             connection.users -= 1
             self._free_with_lock(connection)
 
-    def _free_with_lock(self, connection: Connection) -> None:
+    def _free_with_lock(self, connection: TcpConnection) -> None:
         """Closes a connection that has ended once nobody uses it: the descriptor's number may be used anew at once."""
         if connection.users == 0 and (self.failure is not None or connection is self._broken):
             connection.sock.close()
@@ -577,10 +577,16 @@ class TcpPeer:
             return self.failure is None and self._state is _State.GREETING
 
     def _set_up_with_lock(
-        self, sock: socket.socket, mode: int, sends: Keys, receives: Keys, theirs: Standing, dialled: bool
+        self,
+        sock: socket.socket,
+        mode: int,
+        sends: DirectionKeys,
+        receives: DirectionKeys,
+        theirs: Standing,
+        dialled: bool,
     ) -> list[Ticket]:
         """Begins a connection; returns tickets to end well once the lock is released."""
-        connection = Connection(sock, dialled)
+        connection = TcpConnection(sock, dialled)
         with suppress(OSError):  # it was reset already, as its reader will find out
             tune_after(sock, self._limits.silent)
         self._unanswered = Unanswered()
@@ -609,7 +615,7 @@ class TcpPeer:
 
     # ***** called by the reader *****
 
-    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive | None:
+    def claim(self, transfer: int, patient: bool, connection: TcpConnection) -> Receive | None:
         """Takes the receive announced for ``transfer``.
 
         Waits for it if ``patient``, else returns None if it isn't there yet. Raises BrokenError after a failure, or

@@ -42,7 +42,7 @@ from .frames import (
     nbytes_of,
 )  # fmt: skip
 from .inbound import Inbound
-from .kept import Connection
+from .kept import TcpConnection
 from .shield import CHECKSUM, SUM, Shield, checksum
 
 #: Seconds for which the reader thread leaves the connection to waiting threads. A transfer that nobody waits for
@@ -51,7 +51,7 @@ _GRACE = 0.002
 _MAIN = threading.main_thread()
 
 
-class Peer(Protocol):
+class ReaderPeer(Protocol):
     """The part of its peer that the reading half knows."""
 
     me: int
@@ -61,7 +61,7 @@ class Peer(Protocol):
     reader: PeerReader | None
     empty: Callable[..., torch.Tensor]
 
-    def claim(self, transfer: int, patient: bool, connection: Connection) -> Receive | None: ...
+    def claim(self, transfer: int, patient: bool, connection: TcpConnection) -> Receive | None: ...
 
     def unclaim(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Peer(Protocol):
 
     def settle(self, receipt: int) -> None: ...
 
-    def lose(self, connection: Connection, error: Exception, wanted: bool = True) -> None: ...
+    def lose(self, connection: TcpConnection, error: Exception, wanted: bool = True) -> None: ...
 
     def refuse(self, frame: Frame) -> None: ...
 
@@ -83,7 +83,7 @@ class Peer(Protocol):
 
     def hung_up(self) -> bool: ...
 
-    def leave(self, connection: Connection | None = None) -> None: ...
+    def leave(self, connection: TcpConnection | None = None) -> None: ...
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class ReceiveTicket(Ticket):
     (Workers ignore SIGINT, the master can't.)
     """
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: ReaderPeer) -> None:
         super().__init__()
         self._peer = peer
         self.tensor: torch.Tensor | None = None  #: the tensor that arrived, where the channel chose the memory
@@ -153,7 +153,9 @@ class PeerReader:
     A transfer that it has claimed is ended by it and nobody else; if the connection breaks meanwhile, it returns it.
     """
 
-    def __init__(self, peer: Peer, connection: Connection, key: bytes, mode: int, shield: Shield | None) -> None:
+    def __init__(
+        self, peer: ReaderPeer, connection: TcpConnection, key: bytes, mode: int, shield: Shield | None
+    ) -> None:
         """``key`` is for headers. ``mode`` is what the two have agreed on, bits of ``shield``."""
         self._shield = shield  #: None: payloads come as they are
         self._sum = SUM if mode & CHECKSUM else 0  #: the number of bytes behind a carrier's descriptor

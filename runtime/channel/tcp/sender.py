@@ -24,11 +24,11 @@ from ..carrier import Carrier
 from ..payload import byte_view, plain
 from ..ticket import Ticket
 from .frames import BYE, CARRIED, COUNTED, DATA, EAGER, RECEIPT, Frame, Sealer
-from .kept import Connection, Kept, Out
+from .kept import Kept, Out, TcpConnection
 from .shield import CHECKSUM, ENCRYPT, Shield, checksum
 
 
-class Peer(Protocol):
+class SenderPeer(Protocol):
     """The part of its peer that the writing half knows."""
 
     me: int
@@ -44,9 +44,9 @@ class Peer(Protocol):
 
     def has_broken_with_lock(self) -> bool: ...
 
-    def lose(self, connection: Connection, error: Exception) -> None: ...
+    def lose(self, connection: TcpConnection, error: Exception) -> None: ...
 
-    def release(self, connection: Connection) -> None: ...
+    def release(self, connection: TcpConnection) -> None: ...
 
     def fail(self, kind: type[ChannelError], why: str) -> None: ...
 
@@ -55,16 +55,16 @@ class Peer(Protocol):
     def leave(self) -> None: ...
 
 
-class Sender:
+class FrameSender:
     """Writes frames in the order in which they were put. Before ``attach_with_lock`` they wait."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: SenderPeer) -> None:
         self._peer = peer
         self._work = threading.Condition(peer.lock)  #: notified of something to write, or a failure
         self._idle = threading.Condition(peer.lock)  #: notified when there is nothing to write, or of a failure
         self._queue: deque[Out] = deque()
         self._writing: Out | None = None  #: the frame that the thread is writing
-        self._connection: Connection | None = None
+        self._connection: TcpConnection | None = None
         self._sealer: Sealer | None = None
         self._mode = 0  #: what the two have agreed on, bits of ``shield``
         self._shield: Shield | None = None  #: None: payloads go as they are
@@ -89,7 +89,7 @@ class Sender:
         return self._kept.receipt <= receipt <= self._kept.sent
 
     def attach_with_lock(
-        self, connection: Connection, key: bytes, mode: int, shield: Shield | None, receipt: int
+        self, connection: TcpConnection, key: bytes, mode: int, shield: Shield | None, receipt: int
     ) -> list[Ticket]:
         """Starts writing: the connection is up. Begins with what was written to another one and has not arrived.
 
@@ -233,7 +233,7 @@ class Sender:
                 return None
         return plain(out.tensor)
 
-    def _write(self, out: Out, connection: Connection) -> None:
+    def _write(self, out: Out, connection: TcpConnection) -> None:
         written, copy = False, b""
         try:
             tensor = self._stage(out)
@@ -262,7 +262,7 @@ class Sender:
         elif failure is not None:
             out.ticket.fail(failure[0], self._what(out, failure[1]))
 
-    def _write_to(self, connection: Connection, out: Out, payload: memoryview) -> bool:
+    def _write_to(self, connection: TcpConnection, out: Out, payload: memoryview) -> bool:
         """Writes a frame. False if the connection has broken: it is written to the next one."""
         with self._peer.lock:
             if self._connection is not connection or self._sealer is None:
