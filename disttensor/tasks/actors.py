@@ -33,7 +33,7 @@ from ..runtime.protocol import shared_objects as s
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.shared import actor_calls
 from ..runtime.shared import actors as shared_actors
-from ..runtime.shared.handles import Counted, Where
+from ..runtime.shared.handles import Counted, ServiceRoute
 from ..runtime.shared.objects import SCRIPT, Objects
 from ..session import current
 from ..session.node_context import chosen_node
@@ -172,7 +172,7 @@ class _Shared(NamedTuple):
     """An actor as nodes call it."""
 
     number: int  #: among what the script holds for all
-    where: Where
+    where: ServiceRoute
     about: actor_calls.About
 
 
@@ -232,7 +232,7 @@ class _Living:
                 party = SCRIPT if self.session.shares_process else self.node
                 living = weakref.ref(self)
                 number = held.caller.objects.make(
-                    lambda all, number: shared_actors.Actor(all, number, party, about.kind, living)
+                    lambda all, number: shared_actors.ActorState(all, number, party, about.kind, living)
                 )
                 found = _Shared(number, held.where(number), about)
                 serving = self.issue(actor_calls.serve, (token, *found), f"{about.kind}()")

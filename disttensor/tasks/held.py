@@ -8,7 +8,7 @@ from typing import Any
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.shared import handles
 from ..runtime.shared.callers import Local
-from ..runtime.shared.handles import Where
+from ..runtime.shared.handles import ServiceRoute
 from ..runtime.shared.objects import Objects
 from ..runtime.shared.service import Service
 from ..session import current
@@ -19,7 +19,7 @@ from .sending import pickled_alone
 from .submitted import issue
 
 
-class Held:
+class SessionObjects:
     """A part of a session. Nothing is started before a handle is first given to a function."""
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Held:
         self._admitted: set[int] = set()
         self._lock = threading.Lock()
         self._began = False
-        self.named: dict[tuple[str, str], handles.Handle] = {}
-        self._names: list[handles.Handle] = []  #: all that have names, in the order in which they were made
+        self.named: dict[tuple[str, str], handles.ObjectHandle] = {}
+        self._names: list[handles.ObjectHandle] = []  #: all that have names, in the order in which they were made
         self._told: dict[int, int] = {}  #: by node: how many of these it was told
 
     def begin(self, session: Session) -> None:
@@ -46,7 +46,7 @@ class Held:
                 handles.here[session.job] = Local(self.objects, lambda: None)
                 session.changes.callback(self.close)
 
-    def where(self, number: int) -> Where:
+    def where(self, number: int) -> ServiceRoute:
         """Tells functions on nodes how to reach an object. Raises DisttensorError where they can't."""
         session = self._session
         with self._lock:
@@ -63,13 +63,13 @@ class Held:
                     self._service = Service(hub, self.objects, session.link.losses.disconnected)
                 self._service.admit(session.link.side.keys, self._admitted)
         self.objects.share(number)
-        return Where(session.job, self._addresses)
+        return ServiceRoute(session.job, self._addresses)
 
     def pickled(self, function: Any, what: str) -> bytes:
         """Pickles a function that is in an item. Raises TypeError."""
         return pickled_alone(function, self._session, what)
 
-    def note(self, handle: handles.Handle, name: str) -> None:
+    def note(self, handle: handles.ObjectHandle, name: str) -> None:
         """Has a handle be found by its name."""
         self.named[type(handle).__name__, name] = handle
         self._names.append(handle)
@@ -109,9 +109,9 @@ class Held:
             self._service.close()
 
 
-def holder() -> Held:
+def holder() -> SessionObjects:
     """Returns what the session holds. Raises DisttensorError without a session."""
     session = current.session()
-    held = session.part(Held)
+    held = session.part(SessionObjects)
     held.begin(session)
     return held

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 
 from ..protocol.flat import as_bytes
 from .checkpoint_disk import DISK, Disk, Files, opened_file
-from .held import Held, apart
+from .held import HeldTensor, apart
 
 #: Numbers in one row of a fingerprint, each of which has another factor.
 _ROW = 1 << 12
@@ -94,17 +94,17 @@ def save(
     disk.
     """
     values = [
-        _copied(x, Item(*item).sizes) if isinstance(x, Held) else x for x, item in zip(values, items, strict=True)
+        _copied(x, Item(*item).sizes) if isinstance(x, HeldTensor) else x for x, item in zip(values, items, strict=True)
     ]
     found = []
     for replica, its in zip(replicas, sizes, strict=True):
         replica = values[replica] if isinstance(replica, int) else replica
         fingerprint = partial(_fingerprint, sizes=its)
-        found.append(replica.read(fingerprint) if isinstance(replica, Held) else fingerprint(replica))
+        found.append(replica.read(fingerprint) if isinstance(replica, HeldTensor) else fingerprint(replica))
     return found, write(folder, claim, prefix, items, values)
 
 
-def _copied(held: Held, sizes: Sequence[int] | None) -> torch.Tensor:
+def _copied(held: HeldTensor, sizes: Sequence[int] | None) -> torch.Tensor:
     return held.read(lambda tensor: apart(_own(tensor, sizes)))
 
 

@@ -1,7 +1,7 @@
 """Tensors that a function reads beside the commands that come next, as they were when it was issued.
 
-    lane of the function    Held.read     --> its tensor, or the copy
-    who writes the tensor   store.release --> Holding.free --> Held.copy, if the function has not read it yet
+    lane of the function    HeldTensor.read --> its tensor, or the copy
+    who writes the tensor   store.release   --> Holding.free --> HeldTensor.copy, if the function has not read it yet
 
 So nobody waits while nothing is written, and who writes waits for one tensor and not for all.
 """
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _apart = WarmPool(0, 0)
 
 
-class Held:
+class HeldTensor:
     """A tensor that a function is going to read."""
 
     def __init__(self, entry: Entry, then: Callable[[], None] = lambda: None) -> None:
@@ -93,9 +93,9 @@ class Holding(Reading):
     def __init__(self, entries: Mapping[int, Entry]) -> None:
         super().__init__()
         self._left = itertools.count(len(entries) - 1, -1)  #: whose next() is atomic
-        self._held = {ref: Held(entry, self._one) for ref, entry in entries.items()}
+        self._held = {ref: HeldTensor(entry, self._one) for ref, entry in entries.items()}
         self._unknown = list(self._held.values())  #: whose memory nobody has asked for, or could not
-        self._by_memory: dict[int, list[Held]] = {}
+        self._by_memory: dict[int, list[HeldTensor]] = {}
         self._sorting = threading.Lock()
         if not entries:
             self.finish()
@@ -104,7 +104,7 @@ class Holding(Reading):
         if next(self._left) == 0:
             self.finish()
 
-    def __getitem__(self, ref: int) -> Held:
+    def __getitem__(self, ref: int) -> HeldTensor:
         """Gives a tensor to the function, which reads it once for each time that it gets it."""
         held = self._held[ref]
         held.uses += 1
@@ -114,7 +114,7 @@ class Holding(Reading):
         for held in self._held.values() if touched is None else self._of(touched) if touched else ():
             held.copy()
 
-    def _of(self, touched: set[int]) -> list[Held]:
+    def _of(self, touched: set[int]) -> list[HeldTensor]:
         with self._sorting:
             unknown = []
             for held in self._unknown:

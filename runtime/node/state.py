@@ -32,7 +32,7 @@ from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
 from . import geometry, where
 from .failures import is_shortage, told
-from .held import Held
+from .held import HeldTensor
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
 from .store import Later, NotReplayed, Pending, Store, Unmade, memory, trim
@@ -355,9 +355,9 @@ class NodeState:
         """Returns the tensor under ``ref``, as ``tensor`` does, for a function that may keep it."""
         return self.store.lent(ref, self.tensor(ref))  # type: ignore[no-any-return]
 
-    def held(self, ref: int) -> Held:
+    def held(self, ref: int) -> HeldTensor:
         """Returns the tensor under ``ref`` for a function that wants it held, where nothing runs beside that."""
-        return Held(self.tensor(ref))
+        return HeldTensor(self.tensor(ref))
 
     def settle_all(self) -> None:
         """Waits for all receives and sends."""

@@ -23,7 +23,7 @@ from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 from ..protocol.framing import Assembly
 from . import holders, where
-from .held import Held
+from .held import HeldTensor
 from .interruption import Interruption
 from .store import Other, shared
 
@@ -35,7 +35,7 @@ MAX_KEPT = 1024
 
 _T = TypeVar("_T")
 
-Tensors = Callable[[int], torch.Tensor | Held]  #: returns a tensor by its ref
+Tensors = Callable[[int], torch.Tensor | HeldTensor]  #: returns a tensor by its ref
 #: An encoded value, the tensors beside it, and the classes of users' objects in it.
 Returned = tuple[bytes, list[torch.Tensor], Collection[type]]
 Job = Callable[[Tensors], Returned]  #: runs a function

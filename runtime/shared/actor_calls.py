@@ -33,9 +33,9 @@ from ..process.torch_threads import compute_as_told
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError, NodeLost, ProtocolError
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .handles import Counted, Handle, Where
+from .handles import Counted, ObjectHandle, ServiceRoute
 from .values import pack, unpack
-from .waiting import Caller, Slot, check_timeout
+from .waiting import AnswerSlot, Caller, check_timeout
 
 
 class About(NamedTuple):
@@ -48,10 +48,10 @@ class About(NamedTuple):
     methods: list[str]
 
 
-class Reach(Handle):
+class Reach(ObjectHandle):
     """The one of all actors that a handle stands for, as what crosses in calls."""
 
-    def __init__(self, number: int, found: Where, about: About) -> None:
+    def __init__(self, number: int, found: ServiceRoute, about: About) -> None:
         self.name, self._holder, self._caller, self._where = None, None, None, found
         self._number, self.about = number, about
 
@@ -60,7 +60,7 @@ class Reach(Handle):
 
     def beside(self, number: int) -> Reach:
         """Returns another one of this session, of which nothing is known yet."""
-        made = Reach(number, Where("", ()), self.about)
+        made = Reach(number, ServiceRoute("", ()), self.about)
         made._where, made._caller = self._where, self._caller
         return made
 
@@ -255,7 +255,7 @@ class Calling:
         return f"<Work {state}: {self._what} on node {self._reach.about.node}>"
 
 
-class _Told(Slot):
+class _Told(AnswerSlot):
     """The place of a call's answer. An error that nobody has asked for, and nobody can any more, is printed."""
 
     __slots__ = ("_dropped", "_what", "heard")
@@ -302,12 +302,12 @@ def _site() -> Site | None:
 # ---- what the script runs on nodes -----------------------------------------------------------------------------------
 
 
-def hold(number: int, found: Where, about: About) -> torch.Tensor:
+def hold(number: int, found: ServiceRoute, about: About) -> torch.Tensor:
     """Keeps a handle for functions of this node; returns its token (runtime/node/shared_objects.py)."""
     return shared_objects.keep(ActorHandle(Reach(number, found, about)))
 
 
-def serve(token: torch.Tensor, number: int, found: Where, about: About) -> None:
+def serve(token: torch.Tensor, number: int, found: ServiceRoute, about: About) -> None:
     """Has an actor of this node be called by others."""
     actor: actors.Actor = behind(token)
     reach = Reach(number, found, about)
@@ -329,7 +329,7 @@ def _serve(actor: actors.Actor, reach: Reach, place: where.Where | None) -> None
     item: Item | None = None
     raised = False
     while True:
-        slot = Slot(s.Serve(ask.number(), (number,), ended, item, raised))
+        slot = AnswerSlot(s.Serve(ask.number(), (number,), ended, item, raised))
         try:
             ask.begin(slot)
         except DisttensorError:  # the connection has ended, and so has this node

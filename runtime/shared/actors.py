@@ -18,13 +18,13 @@ from typing import Any
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .objects import OVERHEAD, Object, Objects, Wait
+from .objects import OVERHEAD, Object, Objects, WaitingRequest
 
 #: Who has the handles among arguments of calls that have not begun.
 _CALLS = -2
 
 
-class Actor(Object):
+class ActorState(Object):
     """An actor that nodes may call."""
 
     asked = (s.Invoke, s.Serve, s.AwaitAnswer, s.Drop, s.Retire)
@@ -35,10 +35,10 @@ class Actor(Object):
         self.node, self.name = node, name
         self._living, self._kept = living, None
         self._handles: Counter[int] = Counter()  #: by party
-        self._serving: Wait | None = None  #: the actor's node, which waits for a call
-        self._running: tuple[int, Wait] | None = None  #: the call that it has, and its number
+        self._serving: WaitingRequest | None = None  #: the actor's node, which waits for a call
+        self._running: tuple[int, WaitingRequest] | None = None  #: the call that it has, and its number
         self._numbers = count()
-        self._awaits: Wait | None = None  #: the request for whose answer its method waits
+        self._awaits: WaitingRequest | None = None  #: the request for whose answer its method waits
         self._over: Callable[[int], ObjectAnswer] | None = (
             None  #: makes the answer to every call, once none is done any more
         )
@@ -58,13 +58,13 @@ class Actor(Object):
         anybody = any(number > 0 for number in self._handles.values())
         self._kept = (self._kept or self._living()) if anybody else None
 
-    def _named(self, request: s.Invoke) -> list[Actor]:
+    def _named(self, request: s.Invoke) -> list[ActorState]:
         """Returns the actors whose handles are among the arguments of a call, one for each handle."""
-        return [actor for actor in self.all.of_kind(Actor, request.handles) if actor.shared]
+        return [actor for actor in self.all.of_kind(ActorState, request.handles) if actor.shared]
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         request, call = wait.request, wait.request.call
         if not isinstance(request, s.Invoke | s.Drop) and wait.party != self.node:
             wait.answer(ObjectAnswer(call, s.REFUSED, why=f"the actor {self.name} is not on node {wait.party}"))
@@ -86,7 +86,7 @@ class Actor(Object):
                 wait.answer(ObjectAnswer(call, s.OK))
                 self.end(partial(ObjectAnswer, said=s.SHUT))
 
-    def _invoke(self, wait: Wait, request: s.Invoke) -> None:
+    def _invoke(self, wait: WaitingRequest, request: s.Invoke) -> None:
         named = self._named(request)
         wait.size = request.item.nbytes + OVERHEAD
         if self._over is not None:
@@ -101,7 +101,7 @@ class Actor(Object):
             self.waits.append(wait)
             self._give()
 
-    def _serve(self, wait: Wait, request: s.Serve) -> None:
+    def _serve(self, wait: WaitingRequest, request: s.Serve) -> None:
         if self._running is not None and request.ended == self._running[0]:
             ended, self._running = self._running[1], None
             self._awaits = None
@@ -133,7 +133,7 @@ class Actor(Object):
             ),
         )  # fmt: skip
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitingRequest) -> None:
         if wait is self._serving:
             self._serving = None
         elif wait in self.waits:
@@ -141,7 +141,7 @@ class Actor(Object):
             for actor in self._named(wait.request):
                 actor.hand(_CALLS, -1)
 
-    def waiting(self) -> Iterable[Wait]:
+    def waiting(self) -> Iterable[WaitingRequest]:
         return (*self.waits, *((self._running[1],) if self._running is not None else ()))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Actor(Object):
         """Refuses the call for which this actor's method waits, where that waits for this actor, however far around."""
         names, actor = [self.name], self
         while (awaits := actor._awaits) is not None and not awaits.over and len(names) < s.MAX_HANDLES:
-            found = self.all.of_kind(Actor, awaits.request.of)
+            found = self.all.of_kind(ActorState, awaits.request.of)
             if not found:
                 return
             actor = found[0]

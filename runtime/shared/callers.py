@@ -15,7 +15,7 @@ from ..protocol.errors import ChannelError, DisttensorError, ProtocolError
 from ..protocol.shared_objects import ObjectAnswer
 from ..transport.spoke import ZmqSpoke
 from .objects import SCRIPT, Objects
-from .waiting import Slot
+from .waiting import AnswerSlot
 
 #: Bytes of answers after which the script is told that they were read.
 _TOLD = 1 << 20
@@ -56,7 +56,7 @@ class Local:
         return next(self.objects.numbers)
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> ObjectAnswer:
-        slot = Slot(request)
+        slot = AnswerSlot(request)
         try:
             self.objects.ask(SCRIPT, request, slot.fill)
             if slot.answer is None:
@@ -71,7 +71,7 @@ class Local:
             self._told(answer.count)
         return answer
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: AnswerSlot) -> None:
         self.objects.ask(SCRIPT, slot.request, slot.fill)
 
     def tell(self, request: s.Asking) -> None:
@@ -97,7 +97,7 @@ class Local:
             self.tell(request)
 
     @uninterrupted
-    def _abandon(self, slot: Slot) -> None:
+    def _abandon(self, slot: AnswerSlot) -> None:
         self.objects.withdraw(SCRIPT, slot.request.call)
         if slot.answer is not None and (put := back(slot.request, slot.answer, self.number())) is not None:
             self.tell(put)
@@ -114,7 +114,7 @@ class Client:
             silence=bundle.silence,
         )  # fmt: skip
         self._numbers = count()
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, AnswerSlot] = {}
         self._lock = threading.Lock()
         self._ended = ""
         self._out: SimpleQueue[bytes | s.Request | None] = SimpleQueue()
@@ -125,7 +125,7 @@ class Client:
         return next(self._numbers)
 
     def ask(self, request: s.Asking, timeout: float | None = None) -> ObjectAnswer:
-        slot = Slot(request)
+        slot = AnswerSlot(request)
         try:
             self.begin(slot)
             if slot.wait(timeout) is None:
@@ -138,7 +138,7 @@ class Client:
             raise DisttensorError(self._ended or "the session has ended")
         return answer
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: AnswerSlot) -> None:
         own()  # a process that was forked has the connection, and nobody who uses it
         message = s.encode_request(slot.request)
         self._slots[slot.request.call] = slot
@@ -154,7 +154,7 @@ class Client:
     def expect_later(self) -> None:
         """Does nothing: a thread sends what it gets already."""
 
-    def _abandon(self, slot: Slot) -> None:
+    def _abandon(self, slot: AnswerSlot) -> None:
         with self._lock:
             slot.abandoned = True
             answer = slot.answer
@@ -199,7 +199,7 @@ class Client:
         if (put := back(slot.request, answer, self.number())) is not None:
             self._out.put(put)
 
-    def _fill(self, slot: Slot, answer: ObjectAnswer) -> bool:
+    def _fill(self, slot: AnswerSlot, answer: ObjectAnswer) -> bool:
         """Gives an answer to who waits; returns False where nobody does any more."""
         with self._lock:
             if slot.answer is None and not slot.abandoned:

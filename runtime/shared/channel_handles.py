@@ -11,12 +11,12 @@ from ..process.spelling import shown
 from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from . import channels
-from .handles import Handle, ShutDown, checked
+from .handles import ObjectHandle, ShutDown, checked
 from .values import pack, unpack
 from .waiting import check_timeout
 
 
-class Queue(Handle):
+class Queue(ObjectHandle):
     """A queue into which all put items: a Channel, or a WorkQueue."""
 
     maxsize: int
@@ -111,14 +111,14 @@ class Channel(Queue):
         name: a name for ``repr``, and by which ``Channel.named`` finds it.
     """
 
-    _object = channels.Channel
+    _object = channels.ChannelState
     _crosses: ClassVar = {"maxsize": int}
 
     def __init__(self, maxsize: int = 0, name: str | None = None) -> None:
         """Raises DisttensorError without a session, and in a function on a node."""
         if isinstance(maxsize, bool) or not isinstance(maxsize, int):
             raise TypeError(f"Channel(maxsize={shown(maxsize)}) takes a number of items")
-        super().__init__(partial(channels.Channel, maxsize=maxsize), name)
+        super().__init__(partial(channels.ChannelState, maxsize=maxsize), name)
         self.maxsize = maxsize
         self._be_found()
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .objects import OVERHEAD, Object, Objects, Wait
+from .objects import OVERHEAD, Object, Objects, WaitingRequest
 
 
-class Channel(Object):
+class ChannelState(Object):
     """A channel: first in, first out."""
 
     asked: ClassVar[tuple[type, ...]] = (s.Put, s.Take, s.Inspect, s.Close)
@@ -21,14 +21,14 @@ class Channel(Object):
         super().__init__(all, number)
         self.maxsize, self.closed = maxsize, False
         self.items: deque[Any] = deque()  #: what is in: an item, who has put it, and its size
-        self.putting: deque[Wait] = deque()
-        self.taking: deque[Wait] = deque()
+        self.putting: deque[WaitingRequest] = deque()
+        self.taking: deque[WaitingRequest] = deque()
 
     @property
     def tells(self) -> bool:
         return self.shared and not self.closed
 
-    def ask(self, wait: Wait, found: Sequence[Channel]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
         call = wait.request.call
         match wait.request:
             case s.Inspect():
@@ -46,7 +46,7 @@ class Channel(Object):
             case s.Take():
                 self._take(wait, found)
 
-    def _put(self, wait: Wait, request: s.Put) -> None:
+    def _put(self, wait: WaitingRequest, request: s.Put) -> None:
         call = request.call
         if wait.size > s.MAX_ITEM + OVERHEAD:
             wait.answer(ObjectAnswer(call, s.REFUSED, why=f"an item has {wait.size} bytes"))
@@ -68,7 +68,7 @@ class Channel(Object):
             self.putting.append(wait)
             self.settle()  # those before it may wait for what they have elsewhere, and there is room
 
-    def _take(self, wait: Wait, found: Sequence[Channel]) -> None:
+    def _take(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
         request = wait.request
         first = random.randrange(len(found)) if len(found) > 1 else 0  # select is fair
         for channel in (*found[first:], *found[:first]):
@@ -92,15 +92,15 @@ class Channel(Object):
         """Returns what somebody has to be told who finds no item, if there is something."""
         return None
 
-    def waiting(self) -> Iterable[Wait]:
+    def waiting(self) -> Iterable[WaitingRequest]:
         return (*self.taking, *self.putting)
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitingRequest) -> None:
         queue = self.putting if isinstance(wait.request, s.Put) else self.taking
         if wait in queue:
             queue.remove(wait)
 
-    def in_vain(self, wait: Wait) -> int:
+    def in_vain(self, wait: WaitingRequest) -> int:
         return s.FULL if isinstance(wait.request, s.Put) else s.EMPTY
 
     def settle(self) -> None:
@@ -127,21 +127,21 @@ class Channel(Object):
         """Tells those who wait that there will be nothing any more, if it is so."""
         if self.closed and not self.items:
             for wait in list(self.taking):
-                if not wait.over and all(other.closed for other in self.all.of_kind(Channel, wait.request.of)):
+                if not wait.over and all(other.closed for other in self.all.of_kind(ChannelState, wait.request.of)):
                     self.all.finish(wait, ObjectAnswer(wait.request.call, s.SHUT))
 
     def _state(self, call: int) -> ObjectAnswer:
         return ObjectAnswer(call, s.OK, count=len(self.items), closed=self.closed)
 
-    def _room(self, wait: Wait) -> bool:
+    def _room(self, wait: WaitingRequest) -> bool:
         return not 0 < self.maxsize <= len(self.items) and self.all.room(wait.party, wait.size)
 
-    def _push(self, wait: Wait, first: bool = False) -> None:
+    def _push(self, wait: WaitingRequest, first: bool = False) -> None:
         entry = wait.request.item, wait.party, wait.size
         (self.items.appendleft if first else self.items.append)(entry)
         self.all.keep(wait.party, wait.size)
 
-    def _give(self, wait: Wait) -> None:
+    def _give(self, wait: WaitingRequest) -> None:
         """Gives the next item to who takes it."""
         wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, self._pop()))
 

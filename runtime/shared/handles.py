@@ -44,35 +44,35 @@ class Dropped(DisttensorError):
         self.item = item
 
 
-class Where(NamedTuple):
+class ServiceRoute(NamedTuple):
     """The way by which a function on a node reaches what the script holds."""
 
     job: str
     addresses: tuple[str, ...]  #: of the service, in the order of the script's; none where nodes are threads
 
 
-class Holder(Protocol):
+class ObjectsOwner(Protocol):
     """The script's end: what holds all for the session."""
 
     caller: callers.Local
-    named: dict[tuple[str, str], Handle]  #: by the names of a kind and of one of these
+    named: dict[tuple[str, str], ObjectHandle]  #: by the names of a kind and of one of these
 
     def pickled(self, function: Any, what: str) -> bytes:
         """Pickles a function that is in an item. Raises TypeError."""
 
-    def note(self, handle: Handle, name: str) -> None:
+    def note(self, handle: ObjectHandle, name: str) -> None:
         """Has a handle be found by its name."""
 
-    def where(self, number: int) -> Where:
+    def where(self, number: int) -> ServiceRoute:
         """Tells functions on nodes how to reach a channel, from now on. Raises DisttensorError where they can't."""
 
 
 #: Returns the holder of the script's session; set by the front end.
-current_holder: list[Callable[[], Holder]] = []
+current_holder: list[Callable[[], ObjectsOwner]] = []
 #: Sessions of this process, by job: their nodes may be threads of it.
 here: dict[str, Caller] = {}
 #: On a node: the handles that have names.
-_told: dict[tuple[str, str], Handle] = {}
+_told: dict[tuple[str, str], ObjectHandle] = {}
 #: The kinds of handles, and the modules here that have them: a node may not have imported one that comes in an item.
 _KINDS = {
     "Channel": "channel_handles",
@@ -81,10 +81,10 @@ _KINDS = {
     "Lock": "lock_handles",
     "Barrier": "lock_handles",
 }
-_Kind = TypeVar("_Kind", bound="Handle")
+_Kind = TypeVar("_Kind", bound="ObjectHandle")
 
 
-def caller_at(where: Where) -> Caller:
+def caller_at(where: ServiceRoute) -> Caller:
     """Returns what asks, where a handle was unpickled."""
     found = here.get(where.job)
     if found is not None:
@@ -99,7 +99,7 @@ class Counted:
     item."""
 
 
-class Handle:
+class ObjectHandle:
     """A shared object, as the script or a function on a node has it. It is pickled as its number, and where to ask."""
 
     #: What it stands for.
@@ -113,10 +113,10 @@ class Handle:
             raise TypeError(f"{type(self).__name__}(name={shown(name)}) takes a text")
         holder = self._made_by()
         self.name = name
-        self._holder: Holder | None = holder
+        self._holder: ObjectsOwner | None = holder
         self._caller: Caller | None = holder.caller
         self._number = holder.caller.objects.make(kind)
-        self._where: Where | None = None
+        self._where: ServiceRoute | None = None
 
     def _be_found(self) -> None:
         """Has it be found by its name; called when it is whole."""
@@ -124,7 +124,7 @@ class Handle:
             self._holder.note(self, self.name)
 
     @classmethod
-    def _made_by(cls) -> Holder:
+    def _made_by(cls) -> ObjectsOwner:
         """Returns who holds what is made now."""
         if where.found() is not None or role.is_node():
             raise DisttensorError(f"a {cls.__name__} is made by the script, which gives it to functions as an argument")
@@ -161,7 +161,7 @@ class Handle:
         others."""
         if isinstance(value, Counted):
             raise TypeError(f"{value!r} can't be put into {self!r}: give it as an argument to a function or an actor")
-        if not isinstance(value, Handle):
+        if not isinstance(value, ObjectHandle):
             return None
         if value._asking() is not self._asking():
             raise ValueError(f"{shown(value)} is of another session than {self!r}, into which it is put")
@@ -177,7 +177,7 @@ class Handle:
         """Returns the handle that ``_refers`` has told. Raises ValueError."""
         kind, number, name, *parts = told
         module = _KINDS.get(kind) if isinstance(kind, str) else None
-        cls: type[Handle] | None = getattr(import_module(f".{module}", __package__), kind) if module else None
+        cls: type[ObjectHandle] | None = getattr(import_module(f".{module}", __package__), kind) if module else None
         allowed = cls._crosses if cls is not None else {}
         if (
             cls is None
@@ -218,7 +218,7 @@ class Handle:
         return checked(answer, repr(self))
 
 
-def learn(handles: list[Handle]) -> None:
+def learn(handles: list[ObjectHandle]) -> None:
     """Has functions on this node find handles by their names. The script runs it."""
     _told.update({(type(handle).__name__, handle.name): handle for handle in handles if handle.name is not None})
 

@@ -17,11 +17,11 @@ from ..protocol.codec import printable
 from ..protocol.errors import DisttensorError
 from . import locks
 from .ends import WORDS, tell_end, who
-from .handles import Handle
+from .handles import ObjectHandle
 from .waiting import Caller, check_timeout
 
 
-class Lock(Handle):
+class Lock(ObjectHandle):
     """A lock of the script and of functions on all nodes, with the names of ``threading.Lock``'s.
 
         >>> lock = dt.tasks.Lock()
@@ -36,14 +36,14 @@ class Lock(Handle):
     ``abandoned``, as what the lock guards may be half done.
     """
 
-    _object = locks.Lock
+    _object = locks.LockState
     #: Who had it before and did not release it, in words; None where it was released. Each acquire sets it.
     abandoned: str | None = None
 
     def __init__(self, name: str | None = None) -> None:
         """``name``: for ``repr`` and ``Lock.named``. Raises DisttensorError without a session, and in a function on a
         node."""
-        super().__init__(locks.Lock, name)
+        super().__init__(locks.LockState, name)
         self._be_found()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -93,7 +93,7 @@ class Lock(Handle):
         tell_end(ask, holder, request)
 
 
-class Barrier(Handle):
+class Barrier(ObjectHandle):
     """A barrier of the script and of functions on nodes, with the names of ``threading.Barrier``'s.
 
         >>> barrier = dt.tasks.Barrier(2)
@@ -106,7 +106,7 @@ class Barrier(Handle):
     exception; and when a node is lost, for that may be one that has not come yet. ``reset`` mends it.
     """
 
-    _object = locks.Barrier
+    _object = locks.BarrierState
     _crosses: ClassVar = {"parties": int, "_timeout": float | int | None, "_action": NoneType}
 
     def __init__(
@@ -132,7 +132,7 @@ class Barrier(Handle):
         if action is not None and not callable(action):
             raise TypeError(f"Barrier(action={shown(action)}) takes a function")
         check_timeout(timeout)
-        super().__init__(partial(locks.Barrier, parties=parties, acts=action is not None), name)
+        super().__init__(partial(locks.BarrierState, parties=parties, acts=action is not None), name)
         self.parties, self._action, self._timeout = parties, action, timeout
         self._be_found()
 

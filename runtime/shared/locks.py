@@ -8,7 +8,7 @@ from typing import Any
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
 from ..protocol.shared_objects import ObjectAnswer
-from .objects import SCRIPT, Object, Objects, Wait
+from .objects import SCRIPT, Object, Objects, WaitingRequest
 
 
 def _named(who: str, party: int) -> str:
@@ -16,7 +16,7 @@ def _named(who: str, party: int) -> str:
     return printable(who) if party == SCRIPT else f"{printable(who)} on node {party}"
 
 
-class Lock(Object):
+class LockState(Object):
     """A lock: one has it, the others wait in order."""
 
     asked = (s.Acquire, s.Release, s.Inspect)
@@ -27,7 +27,7 @@ class Lock(Object):
         self.who = ""
         self.abandoned = ""  #: who has ended with it, until somebody releases it
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         call, party = wait.request.call, wait.party
         match wait.request:
             case s.Inspect():
@@ -65,7 +65,7 @@ class Lock(Object):
     def lost(self, rank: int, why: str) -> None:
         """Does nothing more: who waits gets the lock."""
 
-    def _give(self, wait: Wait) -> None:
+    def _give(self, wait: WaitingRequest) -> None:
         request: s.Acquire = wait.request
         self.holder, self.who = (wait.party, request.holder), _named(request.who, wait.party)
         wait.answer(ObjectAnswer(request.call, s.OK, why=self.abandoned))
@@ -78,7 +78,7 @@ class Lock(Object):
             self._give(wait)
 
 
-class Barrier(Object):
+class BarrierState(Object):
     """A barrier: all wait until so many have come."""
 
     asked = (s.Arrive, s.Passed, s.Abort, s.Reset, s.Inspect)
@@ -88,21 +88,21 @@ class Barrier(Object):
         super().__init__(all, number)
         self.parties, self.acts = parties, acts
         self.broken = ""  #: why
-        self._come: list[Wait] = []
+        self._come: list[WaitingRequest] = []
         self._left: list[str] = []  #: those whose node is gone while they waited
-        self._acting: Wait | None = None  #: the last one, which has been told to act
-        self._passing: list[Wait] = []  #: the others, meanwhile
+        self._acting: WaitingRequest | None = None  #: the last one, which has been told to act
+        self._passing: list[WaitingRequest] = []  #: the others, meanwhile
 
-    def waiting(self) -> Iterable[Wait]:
+    def waiting(self) -> Iterable[WaitingRequest]:
         return (*self._passing, *self._come)
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitingRequest) -> None:
         for waiting in (self._passing, self._come):
             if wait in waiting:
                 waiting.remove(wait)
                 self._left.append(_named(wait.request.who, wait.party))
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         call = wait.request.call
         match wait.request:
             case s.Inspect():
@@ -134,7 +134,7 @@ class Barrier(Object):
                 self.broken = ""
                 wait.answer(ObjectAnswer(call, s.OK))
 
-    def in_vain(self, wait: Wait) -> int:
+    def in_vain(self, wait: WaitingRequest) -> int:
         """Breaks: one who leaves would be missing."""
         self._break(f"{_named(wait.request.who, wait.party)} stopped waiting: its time limit, or an interrupt")
         return s.BROKEN
@@ -151,7 +151,7 @@ class Barrier(Object):
         if self.shared:
             self._break(f"node {rank} was lost: {why}")
 
-    def _all_here(self, last: Wait) -> None:
+    def _all_here(self, last: WaitingRequest) -> None:
         come, self._come = self._come, []
         call = last.request.call
         if self.acts:
@@ -161,7 +161,7 @@ class Barrier(Object):
             last.answer(ObjectAnswer(call, s.OK, count=len(come)))
             self._pass(come)
 
-    def _pass(self, come: list[Wait]) -> None:
+    def _pass(self, come: list[WaitingRequest]) -> None:
         self._passing = []
         for index, wait in enumerate(come):
             self.all.finish(wait, ObjectAnswer(wait.request.call, s.OK, count=index))

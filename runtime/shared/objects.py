@@ -30,7 +30,7 @@ MAX_REQUESTS = 4096
 OVERHEAD = 512
 
 
-class Wait:
+class WaitingRequest:
     """A request that has no answer yet."""
 
     __slots__ = ("answer", "over", "party", "request", "size")
@@ -50,27 +50,29 @@ class Object:
     def __init__(self, all: Objects, number: int) -> None:
         self.all, self.number = all, number
         self.shared = False  #: whether functions on nodes may have it
-        self.waits: deque[Wait] = deque()  #: who waits here, in order, for a kind at which all wait for the same
+        self.waits: deque[WaitingRequest] = (
+            deque()
+        )  #: who waits here, in order, for a kind at which all wait for the same
         self.told: deque[tuple[int, str]] = deque()  #: losses of nodes that the script has to be told before it waits
 
     def share(self) -> None:
         """Notes that functions on nodes may have it."""
         self.shared = True
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         """Answers a request about the objects ``found``, of which this is the first; or has it wait (``all.hold``)."""
         raise NotImplementedError
 
-    def waiting(self) -> Iterable[Wait]:
+    def waiting(self) -> Iterable[WaitingRequest]:
         """Returns who waits here, in order."""
         return self.waits
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitingRequest) -> None:
         """Takes out who does not wait any more."""
         if wait in self.waits:
             self.waits.remove(wait)
 
-    def in_vain(self, wait: Wait) -> int:
+    def in_vain(self, wait: WaitingRequest) -> int:
         """Returns what a wait is told that its own party ends."""
         return s.EMPTY
 
@@ -105,7 +107,7 @@ class Objects:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._objects: dict[int, Object] = {}
-        self._waits: dict[tuple[int, int], Wait] = {}  #: by party and number
+        self._waits: dict[tuple[int, int], WaitingRequest] = {}  #: by party and number
         self._held: dict[int, int] = {}  #: by node: the bytes of its items
         self._waiting: dict[int, tuple[int, int]] = {}  #: by node: its requests that wait, and their bytes
         self._ended = ""
@@ -154,7 +156,7 @@ class Objects:
                 why = f"a {type(found[0]).__name__} has no {type(request).__name__}"
                 answer(ObjectAnswer(request.call, s.REFUSED, why=why))
             else:
-                found[0].ask(Wait(party, request, answer), found)
+                found[0].ask(WaitingRequest(party, request, answer), found)
 
     @uninterrupted
     def withdraw(self, party: int, call: int) -> None:
@@ -194,7 +196,7 @@ class Objects:
         """Returns objects by their numbers, but for those that are of another kind."""
         return [x for x in map(self._objects.get, numbers) if isinstance(x, kind)]
 
-    def hold(self, wait: Wait) -> bool:
+    def hold(self, wait: WaitingRequest) -> bool:
         """Has a request wait; or refuses it, where too many of that node do. Returns whether it waits."""
         key = wait.party, wait.request.call
         count, size = self._waiting.get(wait.party, (0, 0))
@@ -207,11 +209,11 @@ class Objects:
         self._waiting[wait.party] = count + 1, size + wait.size
         return True
 
-    def waiting_for(self, party: int, call: int) -> Wait | None:
+    def waiting_for(self, party: int, call: int) -> WaitingRequest | None:
         """Returns a request that has no answer yet; None for others."""
         return self._waits.get((party, call))
 
-    def finish(self, wait: Wait, answer: ObjectAnswer | None) -> None:
+    def finish(self, wait: WaitingRequest, answer: ObjectAnswer | None) -> None:
         """Ends a wait, with an answer if somebody is there to have one. Does nothing to one that is over."""
         if wait.over:
             return
@@ -225,7 +227,7 @@ class Objects:
         if answer is not None:
             wait.answer(answer)
 
-    def tell(self, wait: Wait, found: Iterable[Object]) -> bool:
+    def tell(self, wait: WaitingRequest, found: Iterable[Object]) -> bool:
         """Tells the script, which is about to wait, of a loss that it has not been told. Returns whether there was
         one."""
         if wait.party == SCRIPT:

@@ -13,14 +13,14 @@ from ..protocol import shared_objects as s
 from ..protocol.errors import DisttensorError
 from ..protocol.shared_objects import Item, ObjectAnswer
 from . import tables
-from .handles import Handle
+from .handles import ObjectHandle
 from .values import decode_plain, encode_plain, pack, unpack
 from .waiting import check_timeout
 
 _NONE: Any = object()
 
 
-class SharedDict(Handle, MutableMapping[Any, Any]):
+class SharedDict(ObjectHandle, MutableMapping[Any, Any]):
     """A dictionary that the script and functions on all nodes use.
 
         >>> seen = dt.tasks.SharedDict()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .objects import OVERHEAD, Object, Objects, Wait
+from .objects import OVERHEAD, Object, Objects, WaitingRequest
 
 #: The bytes of keys and values after which a page ends.
 PAGE = 1 << 20
@@ -37,7 +37,7 @@ class Table(Object):
         self._numbers = count(1)  #: of places and of versions
         self._nbytes = 0
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         match wait.request:
             case s.Inspect(call=call):
                 wait.answer(ObjectAnswer(call, s.OK, count=len(self._entries), left=self._nbytes))
@@ -46,7 +46,7 @@ class Table(Object):
             case s.DictEntry() as request:
                 self._entry(wait, request)
 
-    def _entry(self, wait: Wait, request: s.DictEntry) -> None:
+    def _entry(self, wait: WaitingRequest, request: s.DictEntry) -> None:
         call, entry = request.call, self._entries.get(request.key)
         match request.do:
             case s.SET:
@@ -74,11 +74,11 @@ class Table(Object):
             case _:  # to read it, or there is none
                 self._tell(wait, entry, s.OK if entry is not None else s.EMPTY)
 
-    def _tell(self, wait: Wait, entry: _Entry | None, said: int) -> None:
+    def _tell(self, wait: WaitingRequest, entry: _Entry | None, said: int) -> None:
         item, version = (entry.item, entry.version) if entry is not None else (None, 0)
         wait.answer(ObjectAnswer(wait.request.call, said, self.number, item, version))
 
-    def _set(self, wait: Wait, request: s.DictEntry) -> None:
+    def _set(self, wait: WaitingRequest, request: s.DictEntry) -> None:
         call, party, entry, item = request.call, wait.party, self._entries.get(request.key), request.item
         size = len(request.key) + len(request.shown) + OVERHEAD + (item.nbytes if item is not None else 0)
         mine = entry.size if entry is not None and entry.party == party else 0
@@ -102,7 +102,7 @@ class Table(Object):
         if before[1]:
             self.all.let_go(*before, self)
 
-    def _pop(self, wait: Wait, key: bytes) -> None:
+    def _pop(self, wait: WaitingRequest, key: bytes) -> None:
         entry = self._entries[key]
         keys = entry.shown, key  # with which who is interrupted puts it back
         wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, entry.item, entry.version, keys=keys))
@@ -113,7 +113,7 @@ class Table(Object):
         self._nbytes -= entry.size
         self.all.let_go(entry.party, entry.size, self)
 
-    def _page(self, wait: Wait, request: s.KeysPage) -> None:
+    def _page(self, wait: WaitingRequest, request: s.KeysPage) -> None:
         keys, items, size, last = list[bytes](), list[Item](), 0, request.after
         for entry in self._entries.values():
             if entry.at <= request.after:

@@ -14,7 +14,7 @@ from ..protocol.shared_objects import Asking, ObjectAnswer
 LOOK = 0.05
 
 
-class Slot:
+class AnswerSlot:
     """The place of an answer."""
 
     __slots__ = ("_come", "abandoned", "answer", "request")
@@ -62,7 +62,7 @@ class Caller(Protocol):
         """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
         back what it has taken."""
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, slot: AnswerSlot) -> None:
         """Asks what a slot is for, and does not wait; the answer comes into it."""
 
     def tell(self, request: Asking) -> None:

@@ -53,7 +53,7 @@ class WorkQueue(Queue):
         tries: after how many tries an item is given up.
     """
 
-    _object = work_queues.WorkQueue
+    _object = work_queues.WorkQueueState
     _crosses: ClassVar = {"maxsize": int, "tries": int}
 
     def __init__(self, maxsize: int = 0, name: str | None = None, tries: int = 3) -> None:
@@ -64,7 +64,7 @@ class WorkQueue(Queue):
         if tries < 1:
             raise ValueError(f"WorkQueue(tries={tries}): an item is tried once at least")
         answers = self._made_by().caller.objects.make(work_queues.Answers)
-        super().__init__(partial(work_queues.WorkQueue, maxsize=maxsize, tries=tries, answers=answers), name)
+        super().__init__(partial(work_queues.WorkQueueState, maxsize=maxsize, tries=tries, answers=answers), name)
         self.maxsize, self.tries = maxsize, tries
         self._be_found()
 

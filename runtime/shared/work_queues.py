@@ -16,11 +16,11 @@ from typing import Any
 from ..protocol import shared_objects as s
 from ..protocol.codec import printable
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .channels import Channel
-from .objects import OVERHEAD, SCRIPT, Objects, Wait
+from .channels import ChannelState
+from .objects import OVERHEAD, SCRIPT, Objects, WaitingRequest
 
 
-class Task:
+class WorkItem:
     """An item that is to be done."""
 
     __slots__ = ("ends", "item", "number", "party", "rank", "size")
@@ -31,12 +31,12 @@ class Task:
         self.rank = -1  #: the node of the last one, if that was lost
 
 
-class Answers(Channel):
+class Answers(ChannelState):
     """The channel of what has come out of a queue of work. Who finds nothing in it is told what was given up."""
 
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
-        self.work: WorkQueue | None = None
+        self.work: WorkQueueState | None = None
 
     def news(self, call: int) -> ObjectAnswer | None:
         return self.work.dropped(call) if self.work is not None else None
@@ -46,7 +46,7 @@ class Answers(Channel):
             super().lost(rank, why)
 
 
-class WorkQueue(Channel):
+class WorkQueueState(ChannelState):
     """A queue of work."""
 
     asked = (s.Put, s.Inspect, s.Close, s.Lease, s.TaskDone, s.Return, s.JoinQueue)
@@ -57,14 +57,14 @@ class WorkQueue(Channel):
         self.tries = tries
         (self.answers,) = all.of_kind(Answers, [answers])
         self.answers.work = self
-        self.items: deque[Task]  #: those that nobody has
+        self.items: deque[WorkItem]  #: those that nobody has
         self._numbers = count()
         #: by party and number of a holder there: who it is, and what it has, the oldest first
-        self._leases: dict[tuple[int, int], tuple[str, deque[Task]]] = {}
+        self._leases: dict[tuple[int, int], tuple[str, deque[WorkItem]]] = {}
         self._unfinished = 0
-        self._joining: deque[Wait] = deque()
-        self._finishing: deque[Wait] = deque()  #: results for which there is no room
-        self._given_up: deque[Task] = deque()  #: of which nobody has been told
+        self._joining: deque[WaitingRequest] = deque()
+        self._finishing: deque[WaitingRequest] = deque()  #: results for which there is no room
+        self._given_up: deque[WorkItem] = deque()  #: of which nobody has been told
         self._workers: set[int] = set()  #: parties that have taken something
         self._makers: set[int] = set()  #: and that have put something
 
@@ -72,7 +72,7 @@ class WorkQueue(Channel):
         super().share()
         self.answers.share()
 
-    def ask(self, wait: Wait, found: Sequence[Any]) -> None:
+    def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         call, party = wait.request.call, wait.party
         match wait.request:
             case s.Lease() as request:
@@ -111,15 +111,15 @@ class WorkQueue(Channel):
 
     # ---- who waits ---------------------------------------------------------------------------------------------------
 
-    def waiting(self) -> Iterable[Wait]:
+    def waiting(self) -> Iterable[WaitingRequest]:
         return (*super().waiting(), *self._joining)
 
-    def forget(self, wait: Wait) -> None:
+    def forget(self, wait: WaitingRequest) -> None:
         for queue in (self.putting, self.taking, self._finishing, self._joining):
             if wait in queue:
                 queue.remove(wait)
 
-    def in_vain(self, wait: Wait) -> int:
+    def in_vain(self, wait: WaitingRequest) -> int:
         return s.FULL if isinstance(wait.request, s.Put | s.TaskDone) else s.EMPTY
 
     def gone(self, party: int) -> None:
@@ -162,13 +162,13 @@ class WorkQueue(Channel):
         count, left = len(self.items), self._unfinished
         return ObjectAnswer(call, s.OK, self.answers.number, count=count, closed=self.closed, left=left)
 
-    def _push(self, wait: Wait, first: bool = False) -> None:
-        self.items.append(Task(next(self._numbers), wait.request.item, wait.party, wait.size))
+    def _push(self, wait: WaitingRequest, first: bool = False) -> None:
+        self.items.append(WorkItem(next(self._numbers), wait.request.item, wait.party, wait.size))
         self._unfinished += 1
         self._makers.add(wait.party)
         self.all.keep(wait.party, wait.size)
 
-    def _give(self, wait: Wait) -> None:
+    def _give(self, wait: WaitingRequest) -> None:
         task, request = self.items.popleft(), wait.request
         self._workers.add(wait.party)
         for x in (self, self.answers):  # a loss of one that only worked: another does it now
@@ -183,7 +183,7 @@ class WorkQueue(Channel):
         self._finished(task)
         return task.item
 
-    def _finish(self, wait: Wait) -> bool:
+    def _finish(self, wait: WaitingRequest) -> bool:
         """Ends the oldest lease of a holder, if there is room for what has come out. Returns False where there is
         none."""
         call, key, item = wait.request.call, (wait.party, wait.request.holder), wait.request.item
@@ -206,7 +206,7 @@ class WorkQueue(Channel):
         self._finished(task)
         return True
 
-    def _finished(self, task: Task) -> None:
+    def _finished(self, task: WorkItem) -> None:
         self._unfinished -= 1
         self._settle_ends()
         self.all.let_go(task.party, task.size, self)

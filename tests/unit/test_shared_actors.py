@@ -11,8 +11,8 @@ from disttensor.runtime.node import actors as node_actors
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.protocol.errors import ProtocolError
 from disttensor.runtime.shared import actor_calls
-from disttensor.runtime.shared.actors import Actor
-from disttensor.runtime.shared.handles import Where
+from disttensor.runtime.shared.actors import ActorState
+from disttensor.runtime.shared.handles import ServiceRoute
 from disttensor.runtime.shared.objects import Objects
 from disttensor.runtime.shared.values import pack
 
@@ -34,7 +34,7 @@ class Stage:
     def actor(self, node: int, name: str = "A") -> int:
         living = Living()
         self.living.append(living)
-        number = self.objects.make(lambda all, n: Actor(all, n, node, name, weakref.ref(living)))
+        number = self.objects.make(lambda all, n: ActorState(all, n, node, name, weakref.ref(living)))
         self.objects.share(number)
         return number
 
@@ -99,7 +99,7 @@ def test_what_only_the_actors_node_may_ask(stage: Stage) -> None:
 def test_handles_that_it_was_not_given(stage: Stage) -> None:
     a = stage.actor(1)
     living = Living()
-    alone = stage.objects.make(lambda all, n: Actor(all, n, 1, "alone", weakref.ref(living)))  # no function has it
+    alone = stage.objects.make(lambda all, n: ActorState(all, n, 1, "alone", weakref.ref(living)))  # no function has it
     stage.ask(0, s.Invoke(1, (a,), "one", ITEM, (a, 77)), s.Invoke(2, (a,), "one", ITEM, (alone,)))
     stage.ask(0, s.Invoke(3, (alone,), "one", ITEM))
     assert [stage.heard(0, call) for call in (1, 2, 3)] == [s.REFUSED] * 3
@@ -177,7 +177,7 @@ def test_a_circle_is_refused_and_nothing_else(stage: Stage) -> None:
 
 
 def test_what_a_node_says_of_a_handle(stage: Stage) -> None:
-    reach = actor_calls.Reach(0, Where("a job", ()), actor_calls.About("A", 1, "host", 2, ["step"]))
+    reach = actor_calls.Reach(0, ServiceRoute("a job", ()), actor_calls.About("A", 1, "host", 2, ["step"]))
     for told in (["Actor", 0, "A", 1, "host", 2, ["step"]], ["Actor", 0, "A"], ["Actor", 0, 1, "A", 1, "host", 2]):
         with pytest.raises(ValueError, match="is not a handle of an actor that came with it"):
             reach.given([], told)

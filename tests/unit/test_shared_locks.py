@@ -9,7 +9,7 @@ import pytest
 
 from disttensor.runtime.protocol import shared_objects as s
 from disttensor.runtime.shared.callers import back
-from disttensor.runtime.shared.locks import Barrier, Lock
+from disttensor.runtime.shared.locks import BarrierState, LockState
 from disttensor.runtime.shared.objects import SCRIPT, Objects
 
 
@@ -36,7 +36,7 @@ class Party:
 
 @pytest.mark.row("I24")
 def test_the_order_is_that_of_requests() -> None:
-    objects, of = made(Lock)
+    objects, of = made(LockState)
     parties = [Party(objects, rank) for rank in (SCRIPT, 0, 1)]
     order: list[tuple[int, int]] = []
     for call in range(9):
@@ -49,7 +49,7 @@ def test_the_order_is_that_of_requests() -> None:
 
 
 def test_a_node_can_neither_free_nor_take_what_is_anothers() -> None:
-    objects, of = made(Lock)
+    objects, of = made(LockState)
     good, bad = Party(objects, 0), Party(objects, 1)
     assert good.ask(s.Acquire(1, of, 7, "f()")) == [(1, s.OK)]
     said = bad.ask(
@@ -65,15 +65,15 @@ def test_a_node_can_neither_free_nor_take_what_is_anothers() -> None:
 
 def test_one_that_was_not_given_it() -> None:
     for kind, request in (
-        (Lock, s.Acquire(1, (0,), 1, "f()")),
-        (partial(Barrier, parties=1, acts=False), s.Arrive(1, (0,), "f()")),
+        (LockState, s.Acquire(1, (0,), 1, "f()")),
+        (partial(BarrierState, parties=1, acts=False), s.Arrive(1, (0,), "f()")),
     ):
         objects, _ = made(kind, shared=False)
         assert Party(objects, 0).ask(request) == [(1, s.REFUSED)]
 
 
 def test_words_of_a_node_do_nothing_to_a_terminal() -> None:
-    objects, of = made(Lock)
+    objects, of = made(LockState)
     bad, good = Party(objects, 1), Party(objects, 0)
     bad.ask(s.Acquire(1, of, 1, "\x1b[2J\nnode 0"))
     good.ask(s.Release(1, of, 1))
@@ -82,7 +82,7 @@ def test_words_of_a_node_do_nothing_to_a_terminal() -> None:
 
 def test_what_was_told_and_not_used_is_told_again() -> None:
     """An acquire that is interrupted while it gets the lock does not swallow that it was abandoned."""
-    objects, of = made(Lock)
+    objects, of = made(LockState)
     dead, one, two = Party(objects, 0), Party(objects, 1), Party(objects, 2)
     dead.ask(s.Acquire(1, of, 1, "f()"))
     one.ask(s.Acquire(1, of, 1, "g()"))
@@ -101,7 +101,7 @@ def arrive(call: int, of: tuple[int]) -> s.Arrive:
 
 
 def test_those_who_come_while_the_action_is_done_are_the_next() -> None:
-    objects, of = made(partial(Barrier, parties=2, acts=True))
+    objects, of = made(partial(BarrierState, parties=2, acts=True))
     one, two = Party(objects, 0), Party(objects, 1)
     one.ask(arrive(1, of))
     assert two.ask(arrive(1, of)) == [(1, s.ACT)]
@@ -115,7 +115,7 @@ def test_those_who_come_while_the_action_is_done_are_the_next() -> None:
 
 @pytest.mark.parametrize("how", ["gone", "abort", "interrupted", "withdrawn"])
 def test_the_one_that_acts_ends(how: str) -> None:
-    objects, of = made(partial(Barrier, parties=3, acts=True))
+    objects, of = made(partial(BarrierState, parties=3, acts=True))
     one, two, three = (Party(objects, rank) for rank in range(3))
     one.ask(arrive(1, of))
     two.ask(arrive(1, of))
@@ -139,7 +139,7 @@ def test_the_one_that_acts_ends(how: str) -> None:
 
 
 def test_a_barrier_that_no_function_has_outlives_nodes() -> None:
-    objects, of = made(partial(Barrier, parties=2, acts=False), shared=False)
+    objects, of = made(partial(BarrierState, parties=2, acts=False), shared=False)
     script = Party(objects, SCRIPT)
     script.ask(arrive(1, of))
     objects.lost(0, "killed")
@@ -148,7 +148,7 @@ def test_a_barrier_that_no_function_has_outlives_nodes() -> None:
 
 def test_a_lost_node_breaks_a_barrier_that_functions_have() -> None:
     """It may be one that has not come yet."""
-    objects, of = made(partial(Barrier, parties=2, acts=False))
+    objects, of = made(partial(BarrierState, parties=2, acts=False))
     script = Party(objects, SCRIPT)
     script.ask(arrive(1, of))
     objects.lost(0, "killed")

@@ -19,8 +19,8 @@ from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.shared import channel_handles, service
 from disttensor.runtime.shared import objects as held
 from disttensor.runtime.shared.callers import Local
-from disttensor.runtime.shared.channels import Channel
-from disttensor.runtime.shared.locks import Lock
+from disttensor.runtime.shared.channels import ChannelState
+from disttensor.runtime.shared.locks import LockState
 from disttensor.runtime.shared.objects import SCRIPT, Objects
 from disttensor.runtime.shared.service import Service
 from disttensor.runtime.shared.values import pack, unpack
@@ -78,7 +78,7 @@ ITEM = pack([1, "two"])
 
 
 def goes_on(objects: Objects, node: Node) -> None:
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     objects.share(number)
     node.say(s.Put(1000, (number,), ITEM), s.Take(1001, (number,)))
     assert node.hear() == s.ObjectAnswer(1000, s.OK)
@@ -92,7 +92,7 @@ def goes_on(objects: Objects, node: Node) -> None:
 )
 def test_nonsense_cuts_its_sender(served: tuple[Objects, list[Node]], said: bytes) -> None:
     objects, (bad, good) = served
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     objects.share(number)
     bad.say(s.Take(1, (number,)))
     bad.spoke.send(said)
@@ -114,7 +114,7 @@ def test_one_that_does_not_read(served: tuple[Objects, list[Node]], monkeypatch:
     objects, (bad, good) = served
     monkeypatch.setattr(service, "WINDOW", 1000)
     monkeypatch.setattr(service, "MAX_UNREAD", 50)
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     objects.share(number)
     bad.say(*(s.Inspect(call, (number,)) for call in range(200)))
     bad.is_cut()
@@ -123,7 +123,7 @@ def test_one_that_does_not_read(served: tuple[Objects, list[Node]], monkeypatch:
 
 def test_a_channel_that_it_was_not_given(served: tuple[Objects, list[Node]]) -> None:
     objects, (bad, good) = served
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     bad.say(
         s.Put(1, (number,), ITEM),
         s.Take(2, (number,)),
@@ -138,7 +138,7 @@ def test_a_channel_that_it_was_not_given(served: tuple[Objects, list[Node]]) -> 
 def test_two_of_one_process_wait_side_by_side(pool: ThreadPoolExecutor) -> None:
     """The script, and functions on nodes that are its threads: a wait of one does not stand for another's."""
     objects = Objects()
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     callers = [Local(objects, lambda: None) for _ in range(3)]
     waiting = [pool.submit(one.ask, s.Take(one.number(), (number,))) for one in callers]
     try:
@@ -157,7 +157,7 @@ def test_two_of_one_process_wait_side_by_side(pool: ThreadPoolExecutor) -> None:
 def test_a_number_that_waits_already_is_refused() -> None:
     """Or its first wait would never be answered."""
     objects = Objects()
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     said: list[s.ObjectAnswer] = []
     for _ in range(2):
         objects.ask(SCRIPT, s.Take(1, (number,)), said.append)
@@ -173,7 +173,7 @@ def test_what_a_node_may_hold(served: tuple[Objects, list[Node]], monkeypatch: p
     monkeypatch.setattr(held, "MAX_HELD", 3 * size)
     monkeypatch.setattr(held, "MAX_WAITING", 2 * size)
     monkeypatch.setattr(held, "MAX_REQUESTS", 3)
-    number = objects.make(Channel)
+    number = objects.make(ChannelState)
     objects.share(number)
     bad.say(*(s.Put(call, (number,), ITEM) for call in range(6)))
     assert [bad.hear() for _ in range(3)] == [s.ObjectAnswer(call, s.OK) for call in range(3)]
@@ -215,13 +215,14 @@ def test_tensors_that_are_none(flat: s.Flat) -> None:
         ["Channel", 1, None, "x"], ["Channel", 1, None, False], ["Channel", 1, b"x", 0], ["Channel", 1, None, 0, 1],
         ["Channel", 7, None, 0], ["Channel", 0, None, 0], ["Channel", 2, None, 0], ["Lock", 1, None],
         ["Lock", 2, None, 0], ["Barrier", 2, None, 1],
-        ["Handle", 1, None], ["select", 1, None], ["handles", 1, None], [["Channel"], 1, None, 0], [b"x", 1, None, 0],
+        ["ObjectHandle", 1, None], ["select", 1, None], ["handles", 1, None],
+        [["Channel"], 1, None, 0], [b"x", 1, None, 0],
     ],
 )  # fmt: skip
 def test_a_reference_to_what_is_no_channel_of_nodes(told: list[Any]) -> None:
     """A node may put any number; the script does not take it for what it has for itself, nor for another kind."""
     objects = Objects()
-    mine, theirs, lock = (objects.make(kind) for kind in (Channel, Channel, Lock))
+    mine, theirs, lock = (objects.make(kind) for kind in (ChannelState, ChannelState, LockState))
     for number in (theirs, lock):
         objects.share(number)
     channel = channel_handles.Channel.__new__(channel_handles.Channel)

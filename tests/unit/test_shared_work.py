@@ -19,7 +19,7 @@ from disttensor.runtime.shared.objects import SCRIPT, Objects
 from disttensor.runtime.shared.tables import Table
 from disttensor.runtime.shared.values import pack, unpack
 from disttensor.runtime.shared.work_queue_handles import WorkQueue as Handle
-from disttensor.runtime.shared.work_queues import Answers, WorkQueue
+from disttensor.runtime.shared.work_queues import Answers, WorkQueueState
 
 ITEM = pack([1, "two"])
 SIZE = ITEM.nbytes + held.OVERHEAD
@@ -32,7 +32,7 @@ class Asking:
         self.objects = Objects()
         self.objects.make(Table)  # so that no object of these has the number 0
         self.answers = self.objects.make(Answers)
-        self.queue = self.objects.make(lambda all, n: WorkQueue(all, n, maxsize, tries, self.answers))
+        self.queue = self.objects.make(lambda all, n: WorkQueueState(all, n, maxsize, tries, self.answers))
         self.table = self.objects.make(Table)
         for number in (self.queue, self.table):
             self.objects.share(number)
@@ -166,7 +166,7 @@ def test_each_item_is_done_or_given_up_once(
         walk(steps, tries, maxsize, early)
 
 
-def nobody_waits_in_vain(queue: WorkQueue) -> None:
+def nobody_waits_in_vain(queue: WorkQueueState) -> None:
     assert not any(queue._room(wait) for wait in queue.putting)
     assert not (queue.taking and (queue.items or queue._over))
     assert not any(queue.all.room(wait.party, wait.size) for wait in queue._finishing)
@@ -176,7 +176,7 @@ def nobody_waits_in_vain(queue: WorkQueue) -> None:
 def walk(steps: list[tuple[str, int, int]], tries: int, maxsize: int, early: bool) -> None:
     a = Asking(maxsize, tries)
     queue = a.objects._objects[a.queue]
-    assert isinstance(queue, WorkQueue)
+    assert isinstance(queue, WorkQueueState)
     put, done, given_up, results = list[list[s.ObjectAnswer]](), 0, 0, 0
     for act, party, holder in steps:
         nobody_waits_in_vain(queue)
