@@ -41,10 +41,10 @@ from ..session.places import MeshPlace, NodePlace
 from ..session.session import Session
 from ..streams import Stream
 from .announcing import Announcing
-from .calls import Call
+from .calls import FunctionCall
 from .functions import least_loaded
 from .held import holder
-from .sending import Shared
+from .sending import SharedArgument
 from .signatures import A, B, C, Given, Node, P, R, Takes1, Takes2, Takes3
 from .submitted import Submitted, issue
 
@@ -214,7 +214,9 @@ class _Living:
         token, stream = self.alive()
         back = self.announcing._replace(fn=method)
         try:
-            call = Call(self.session, self.place, fn, args, {}, here(3), what=what, token=token, announcing=back)
+            call = FunctionCall(
+                self.session, self.place, fn, args, {}, here(3), what=what, token=token, announcing=back
+            )
             try:
                 return ActorWork(self, call, stream, what, made)
             finally:
@@ -244,7 +246,7 @@ class _Living:
     def _number(self, number: int) -> None:
         """Tells the actor its number, whatever it does at that time."""
         site = here()
-        call = Call(self.session, self.place, node_side.number, (self.key, number), {}, site)
+        call = FunctionCall(self.session, self.place, node_side.number, (self.key, number), {}, site)
         try:
             issue(self.session, [call], f"the number of {self}", site, beside=True)
         finally:
@@ -260,7 +262,7 @@ class _Living:
         return f"<actor {self.kind.__qualname__} on node {self.node}>"
 
 
-class Actor(Shared[Any], Counted, Generic[K]):
+class Actor(SharedArgument[Any], Counted, Generic[K]):
     """The handle of an actor, which ``dt.actor`` makes. Its methods are those of the class, and return Works.
 
     ``handle[Class.method](...)`` is ``handle.method(...)`` in a form that a type checker can follow: it knows the
@@ -312,7 +314,7 @@ class Actor(Shared[Any], Counted, Generic[K]):
                 found, site = living.share(), here()
                 living.hand(place.node, 1)
                 try:
-                    call = Call(living.session, place, actor_calls.hold, found, {}, site)
+                    call = FunctionCall(living.session, place, actor_calls.hold, found, {}, site)
                     try:
                         given = issue(living.session, [call], f"a handle of {self}", site, beside=beside)
                     finally:
@@ -397,7 +399,7 @@ class Actor(Shared[Any], Counted, Generic[K]):
 class ActorWork(Submitted[T_co]):
     """A call of an actor on its way."""
 
-    def __init__(self, actor: _Living, call: Call, stream: Stream, what: str, made: int) -> None:
+    def __init__(self, actor: _Living, call: FunctionCall, stream: Stream, what: str, made: int) -> None:
         """``made``: the ref of the actor's token, if that is what the call makes."""
         super().__init__(actor.session, [call], what, None)
         self._kind = actor.kind  # and not the actor, whose end is that of the last who has it

@@ -23,7 +23,7 @@ from ..session.places import NodePlace
 from ..session.session import Session
 from .announcing import Announcing, announced_by, arguments_within, raised
 from .here import world_size
-from .sending import Keep, known_functions, pickled, send
+from .sending import KeptAlive, known_functions, pickled, send
 from .targets import Targets
 
 _serial = count()
@@ -49,14 +49,14 @@ class Each(Generic[T_co]):
         self.values = values
 
 
-class Ready:
+class PickledArguments:
     """The pickle of arguments that several nodes get; none where they name tensors, which each node has under refs of
     its own."""
 
     data: bytes | None = None
 
 
-class Call:
+class FunctionCall:
     """A function that is to run on a node, and has been sent there with its arguments."""
 
     def __init__(
@@ -67,12 +67,12 @@ class Call:
         args: Sequence[Any],
         kwargs: Any,
         site: Any,
-        ready: Ready | None = None,
+        ready: PickledArguments | None = None,
         what: str = "",
         token: DistributedTensor | None = None,
         announcing: Announcing | None = None,
     ) -> None:
-        """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in Keep.
+        """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in KeptAlive.
         ``announcing``: what may come back; without it ``returns`` and ``raises`` among ``kwargs`` say it, and are not
         the function's. Raises TypeError for what they can't be, and as ``pickled``."""
         if session.before_functions is not None:
@@ -85,7 +85,7 @@ class Call:
         self._named_in = announcing.where
         self._what = what or f"{name_of(fn)}()"
         self._sent = known_functions(session)
-        self._keep = Keep(token)
+        self._keep = KeptAlive(token)
         self._beside: NodePlace = place
         self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.Mesh | None, int] = (None, 0)
@@ -198,13 +198,13 @@ class Calls:
 
     def __init__(self, session: Session, site: Site | None) -> None:
         self._session, self._site = session, site
-        self._calls: list[Call] = []
+        self._calls: list[FunctionCall] = []
         self._requests: list[Request] = []
         self.kept = True  #: whether the process group in which they ran still exists on all nodes
 
-    def add(self, place: NodePlace, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
+    def add(self, place: NodePlace, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionCall:
         """Sends a function and its arguments to a node; returns the call. Raises as ``run`` does."""
-        self._calls.append(Call(self._session, place, fn, args, kwargs, self._site))
+        self._calls.append(FunctionCall(self._session, place, fn, args, kwargs, self._site))
         return self._calls[-1]
 
     def begin(self, world: c.World | None = None, draws: bool = True, holds: bool = False) -> None:
@@ -265,12 +265,12 @@ class Issued:
         waits("a function")
         self._session, self._targets, self._gives = session, targets, any(outs)
         self._requests: list[Request] = []
-        calls: list[Call] = []
+        calls: list[FunctionCall] = []
         try:
             commands = []
             for i, place in enumerate(targets.places):
                 mine = [x.values[i] if isinstance(x, Each) else x for x in args]
-                calls.append(Call(session, place, fn, mine, {}, site))
+                calls.append(FunctionCall(session, place, fn, mine, {}, site))
             for call, refs in zip(calls, outs, strict=True):
                 self._requests.append(session.link.requests.new(call.place.node, c.Result))
                 commands.append((call.place.node, call.into(self._requests[-1].id, refs), site))

@@ -39,7 +39,7 @@ _all: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 _over = False
 
 
-class Item:
+class DueCall:
     """A call that is due: its future, what begins it, what it is in words, and how often it may be given again to
     another node."""
 
@@ -59,14 +59,14 @@ class Dispatcher:
         self._session, self._slots = session, slots
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waiting: Request | None = None
-        self._pending = deque[Item]()
-        self._running: dict[Submitted[Any], tuple[int, Item]] = {}  #: with the nodes
-        self._left: dict[Item, None] = {}  #: all whose futures have not ended
+        self._pending = deque[DueCall]()
+        self._running: dict[Submitted[Any], tuple[int, DueCall]] = {}  #: with the nodes
+        self._left: dict[DueCall, None] = {}  #: all whose futures have not ended
         self._settled: list[threading.Event] = []  #: set when there is nothing to do
         self._closing = threading.Lock()
         self._closed = False
         self._ending = self._over = False
-        self.cut: list[Item] = []  #: what the session's end has cut off
+        self.cut: list[DueCall] = []  #: what the session's end has cut off
         self._thread = threading.Thread(target=self._run, name="disttensor-executor", daemon=True)
         _register_once()
         others = session.part(Dispatchers).of(session)
@@ -74,7 +74,7 @@ class Dispatcher:
         others.add(self)
         _all.add(self)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: DueCall) -> None:
         """Has an item run. Raises RuntimeError after ``close`` and at the interpreter's end, ForkError, DisttensorError
         after the session's end."""
         link = self._session.link
@@ -205,7 +205,7 @@ class Dispatcher:
         else:
             self._failed(item, error)
 
-    def _failed(self, item: Item, error: Exception) -> None:
+    def _failed(self, item: DueCall, error: Exception) -> None:
         if isinstance(error, NodeLost):
             if item.retries > 0:
                 item.retries -= 1
@@ -256,7 +256,7 @@ class Dispatchers:
             each.forked()
 
     def _say_what_was_cut(self) -> None:
-        cut: list[Item] = []
+        cut: list[DueCall] = []
         for each in list(self._living):
             each.settle(time.monotonic() + _TOLD)
             cut += each.cut

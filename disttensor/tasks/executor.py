@@ -17,7 +17,7 @@ from ..runtime.process.spelling import shown
 from ..session import current
 from .announcing import Announcing, announced_by
 from .calls import name_of
-from .dispatching import Dispatcher, Item
+from .dispatching import Dispatcher, DueCall
 from .mapping import Slots
 from .signatures import P, R
 from .submitted import begin
@@ -77,7 +77,7 @@ class Executor(StandardExecutor):
             raise TypeError(f"submit takes a function and its arguments, and {shown(named)} can't be called")
         what, announcing = f"{name_of(named)}()", self._announcing._replace(fn=named)
         call = partial(begin, self._session, fn, args, kwargs, site=site, announcing=announcing, what=what)
-        item = Item(call, what, site, self._retries)
+        item = DueCall(call, what, site, self._retries)
         self._dispatcher.add(item)
         return item.future
 

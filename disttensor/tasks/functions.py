@@ -22,7 +22,7 @@ from ..session import current
 from ..session.node_context import current_node
 from ..session.places import MeshPlace, NodePlace
 from ..session.session import Session
-from .calls import Call, Calls, Each, first_of, name_of
+from .calls import Calls, Each, FunctionCall, first_of, name_of
 from .process_groups import worlds_of
 from .signatures import A, B, C, Given, GivenEach, Node, Nodes, P, R, Takes1, Takes2, Takes3
 from .targets import Targets
@@ -137,7 +137,7 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
     _, as_ranks, place = place_of_call("run", session, node, nodes)
     if isinstance(place, Targets):
         return _run_on_all(session, place, fn, args, kwargs, site, as_ranks)
-    call = Call(session, place, fn, args, kwargs, site)
+    call = FunctionCall(session, place, fn, args, kwargs, site)
     try:
         return call.result(session.ask(call.place, c.Result, call.command, site))
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from ..runtime.shared.service import Service
 from ..session import current
 from ..session.places import NodePlace
 from ..session.session import Session
-from .calls import Call
+from .calls import FunctionCall
 from .sending import pickled_alone
 from .submitted import issue
 
@@ -80,7 +80,7 @@ class SessionObjects:
         told, self._told[place.node] = self._told.get(place.node, 0), len(self._names)
         new = self._names[told:]
         if new and (self._session.shares_process or self._session.hub_beside is not None):
-            call = Call(self._session, place, handles.learn, (new,), {}, site)
+            call = FunctionCall(self._session, place, handles.learn, (new,), {}, site)
             try:
                 issue(self._session, [call], "learn()", site)
             finally:

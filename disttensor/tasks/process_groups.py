@@ -21,7 +21,7 @@ from .targets import Targets
 _CHANNEL = "gloo"
 
 
-class Worlds:
+class SessionWorlds:
     """The process groups of one session. A node is in one process group at a time."""
 
     def __init__(self) -> None:
@@ -90,8 +90,8 @@ def device_mesh() -> DeviceMesh:
     return found
 
 
-def worlds_of(session: Session) -> Worlds:
-    return session.part(Worlds)
+def worlds_of(session: Session) -> SessionWorlds:
+    return session.part(SessionWorlds)
 
 
 def _backend(session: Session, nodes: tuple[int, ...]) -> str:

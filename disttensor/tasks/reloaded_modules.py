@@ -27,7 +27,7 @@ class _Seen(NamedTuple):
         return module is not None and module.__spec__ is self.spec and _code(module) == self.code
 
 
-class Modules:
+class ReloadedModules:
     """The user's modules that the nodes of one session have, or may have."""
 
     def __init__(self) -> None:

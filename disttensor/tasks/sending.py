@@ -35,13 +35,13 @@ from ..session.current import session_of
 from ..session.places import NodePlace, one_session
 from ..session.session import Session
 from . import by_name
-from .reloaded_modules import Modules
+from .reloaded_modules import ReloadedModules
 
 #: What cloudpickle names the file of all code.
 _NO_FILE = "<dynamic-code>"
 
 
-class Result(Work[T_co]):
+class NodeResult(Work[T_co]):
     """A Work whose result lies on a node, where other functions may use it."""
 
     def on_node(self, place: NodePlace) -> int:
@@ -49,7 +49,7 @@ class Result(Work[T_co]):
         return 0
 
 
-class Shared(Generic[T_co]):
+class SharedArgument(Generic[T_co]):
     """An object among arguments that a node is given once: see shared.py."""
 
     def given(self, place: NodePlace, beside: bool) -> tuple[Any, tuple[Any, ...]]:
@@ -58,7 +58,7 @@ class Shared(Generic[T_co]):
         raise NotImplementedError
 
 
-class Keep:
+class KeptAlive:
     """The tensors and results that a function and its arguments name; they have to live until it is queued."""
 
     def __init__(self, token: DistributedTensor | None = None) -> None:
@@ -66,14 +66,14 @@ class Keep:
         token."""
         self.token = token
         self.tensors: list[DistributedTensor] = []
-        self.results: dict[int, Result[Any]] = {}  #: by ref
+        self.results: dict[int, NodeResult[Any]] = {}  #: by ref
         self.classes: set[type] = set()  #: of users' objects among them that may come back
         self._copies: dict[int, tuple[Any, DistributedTensor]] = {}  #: by id: (the tensor, so that it stays, its copy)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.results)
 
-    def result(self, work: Result[Any], place: NodePlace) -> int | None:
+    def result(self, work: NodeResult[Any], place: NodePlace) -> int | None:
         """Keeps a result, and returns its ref; None where it is not of that node."""
         ref = work.on_node(place)
         if ref:
@@ -121,7 +121,7 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
-def pickled(value: Any, place: NodePlace, keep: Keep, what: str) -> bytes:
+def pickled(value: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:
     """Pickles a value with its tensors, and what functions of the node have returned, replaced by refs; ``keep`` gets
     what is behind them.
 
@@ -157,14 +157,14 @@ def pickled_alone(value: Any, session: Session, what: str) -> bytes:
     return buffer.getvalue()
 
 
-def _dump(pickler: _Noting, value: Any, modules: Modules) -> None:
+def _dump(pickler: _Noting, value: Any, modules: ReloadedModules) -> None:
     with _by_value(stale) if (stale := modules.stale()) else contextlib.nullcontext():
         pickler.dump(value)
 
 
-def _modules(session: Session) -> Modules:
+def _modules(session: Session) -> ReloadedModules:
     """Returns the user's modules that the nodes of this session have, or may have."""
-    return session.part(Modules)
+    return session.part(ReloadedModules)
 
 
 _registering = threading.RLock()
@@ -229,7 +229,7 @@ class _Dry(_ByName):
 class _Noting(_ByName):
     """A pickler that notes of which of the user's modules nodes have something."""
 
-    def __init__(self, file: io.BytesIO, modules: Modules) -> None:
+    def __init__(self, file: io.BytesIO, modules: ReloadedModules) -> None:
         super().__init__(file)
         self._modules = modules
 
@@ -243,12 +243,12 @@ class _Alone(_Noting):
     """A pickler of what goes to no node in particular."""
 
     def persistent_id(self, value: Any) -> None:
-        if isinstance(value, DistributedTensor | Shared | Work):
+        if isinstance(value, DistributedTensor | SharedArgument | Work):
             raise TypeError(f"a {type(value).__name__} is on a node; give it to the workers as an argument")
 
 
 class _Pickler(_Noting):
-    def __init__(self, file: io.BytesIO, place: NodePlace, keep: Keep, modules: Modules) -> None:
+    def __init__(self, file: io.BytesIO, place: NodePlace, keep: KeptAlive, modules: ReloadedModules) -> None:
         super().__init__(file, modules)
         self._place = place
         self._keep = keep
@@ -257,7 +257,7 @@ class _Pickler(_Noting):
         kind = value if isinstance(value, type) else type(value)
         if is_announcable(kind):
             self._keep.classes.add(kind)
-        if isinstance(value, Shared):
+        if isinstance(value, SharedArgument):
             return value.given(self._place, self._keep.token is not None)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
             return itemgetter(0), ((value.result(),),)
@@ -265,7 +265,7 @@ class _Pickler(_Noting):
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
-            return self._keep.result(value, self._place) if isinstance(value, Result) else None
+            return self._keep.result(value, self._place) if isinstance(value, NodeResult) else None
         if not isinstance(value, DistributedTensor) and layout_of(value) is not torch.strided:
             return None  # by value: there are no proxies of such layouts
         tensor: Any = value.detach()

@@ -14,13 +14,13 @@ from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.places import NodePlace
 from ..session.session import Session
-from .calls import Call, Ready
-from .sending import Shared
+from .calls import FunctionCall, PickledArguments
+from .sending import SharedArgument
 from .signatures import T
 from .submitted import Submitted, issue
 
 
-class Ref(Shared[T]):
+class Ref(SharedArgument[T]):
     """An object that nodes keep while this Ref exists: among arguments of functions it stands for the object.
 
     Each node has one copy: what a function changes there, the next one sees. ``value`` is the script's own.
@@ -30,7 +30,7 @@ class Ref(Shared[T]):
         self.value = value
         self._session = session
         self._lock = threading.RLock()
-        self._ready = Ready()
+        self._ready = PickledArguments()
         self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
 
     def given(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
@@ -46,7 +46,7 @@ class Ref(Shared[T]):
 
     def _send(self, place: NodePlace, beside: bool) -> Submitted[Any]:
         session, site = self._session, here()
-        call = Call(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
+        call = FunctionCall(session, place, shared_objects.keep, (self.value,), {}, site, self._ready)
         try:
             return issue(session, [call], "share()", site, beside=beside)
         finally:

@@ -16,7 +16,7 @@ import torch
 from ..futures.work import Work
 from ..meshes.mesh import Mesh
 from .calls import Each
-from .sending import Shared
+from .sending import SharedArgument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,5 +33,5 @@ Takes3: TypeAlias = Callable[[A, B, C], R] | Callable[Concatenate[A, B, C, ...],
 Node: TypeAlias = int | str | torch.device
 Nodes: TypeAlias = Iterable[int] | Mesh
 #: An argument where a function wants a T: on one node, and on several.
-Given: TypeAlias = T | Work[T] | Shared[T]
-GivenEach: TypeAlias = T | Work[T] | Shared[T] | Each[T]
+Given: TypeAlias = T | Work[T] | SharedArgument[T]
+GivenEach: TypeAlias = T | Work[T] | SharedArgument[T] | Each[T]

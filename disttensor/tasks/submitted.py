@@ -15,7 +15,7 @@ from ..errors.missing import advised
 from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.requests import Request, Told
+from ..runtime.master.requests import CallbackRequest, Request
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import commands as c
@@ -26,10 +26,10 @@ from ..session.places import NodePlace
 from ..session.session import Session
 from ..streams.streams import Event, Owned, Stream, current_stream
 from .announcing import Announcing
-from .calls import Call, Each, first_of, name_of
+from .calls import Each, FunctionCall, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
-from .sending import Result
+from .sending import NodeResult
 from .signatures import A, B, C, Given, GivenEach, Node, Nodes, P, R, Takes1, Takes2, Takes3
 from .targets import Targets
 
@@ -137,7 +137,7 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
         for i, place in enumerate(places):
             mine = [x.values[i] if isinstance(x, Each) and several else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) and several else x for name, x in kwargs.items()}
-            calls.append(Call(session, place, fn, mine, named, site))
+            calls.append(FunctionCall(session, place, fn, mine, named, site))
             if isinstance(given, Targets):
                 calls[-1].as_rank(given.mesh, i)
         targets = given if isinstance(given, Targets) else None
@@ -163,9 +163,9 @@ def begin(
     what: str = "",
 ) -> Submitted[Any]:
     """Does what ``submit`` does on one node, for a line of the user's that is another one than the caller's.
-    ``announcing``, ``what``: as for Call."""
+    ``announcing``, ``what``: as for FunctionCall."""
     what = what or f"{name_of(fn)}()"
-    call = Call(session, session.places.at(node).one, fn, args, kwargs, site, what=what, announcing=announcing)
+    call = FunctionCall(session, session.places.at(node).one, fn, args, kwargs, site, what=what, announcing=announcing)
     try:
         return issue(session, [call], what, site, beside=beside)
     finally:
@@ -174,7 +174,7 @@ def begin(
 
 def issue(
     session: Session,
-    calls: Sequence[Call],
+    calls: Sequence[FunctionCall],
     what: str,
     site: Site | None,
     *,
@@ -210,9 +210,9 @@ def issue(
 class _Part:
     """A function on one node: its request, the ticket that ends with it, and the owner of what it returns."""
 
-    request: Told
+    request: CallbackRequest
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: FunctionCall) -> None:
         self.call = call
         self.ended = Ticket()
         self.token = Owned(call.place)  #: of its whole result
@@ -256,7 +256,7 @@ class _Listened(Ticket):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         super().add_done_callback(fn)
         if not self.is_completed():
-            self._session.part(Listener).listen(self._session, self._node, self)
+            self._session.part(AnswerListener).listen(self._session, self._node, self)
 
     note = add_done_callback
 
@@ -265,7 +265,7 @@ class _Listened(Ticket):
         super().add_done_callback(fn)
 
 
-class Listener:
+class AnswerListener:
     """Takes in the answers of nodes while there are callbacks for them and perhaps nobody waits."""
 
     def __init__(self) -> None:
@@ -307,13 +307,13 @@ def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, ex
         session.link.waiting.wait(request, timeout, until=ticket.is_completed, explain=explain)
 
 
-class Submitted(Result[T_co]):
+class Submitted(NodeResult[T_co]):
     """A function on its way, on one node or several: what ``dt.submit`` returns, and an actor's methods.
 
     It is a ``dt.futures.Work`` that can be cancelled too.
     """
 
-    def __init__(self, session: Session, calls: Sequence[Call], what: str, targets: Targets | None) -> None:
+    def __init__(self, session: Session, calls: Sequence[FunctionCall], what: str, targets: Targets | None) -> None:
         """``targets``: the several nodes; the result is a list then."""
         self._session, self._targets = session, targets
         self.parts = [_Part(call) for call in calls]

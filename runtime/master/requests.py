@@ -73,7 +73,7 @@ class Request:
             waker.wake()
 
 
-class Told(Request):
+class CallbackRequest(Request):
     """An answer whose arrival is told to ``then``, in whichever thread takes it; that must not block."""
 
     __slots__ = ("then",)
@@ -140,11 +140,11 @@ class Requests:
         self._due[request.id] = request
         return request
 
-    def new_told(self, node: int, kind: type[Message], then: Callable[[], object]) -> Told:
+    def new_told(self, node: int, kind: type[Message], then: Callable[[], object]) -> CallbackRequest:
         """Returns a new request to ``node``, at whose end ``then`` is called: by the answer, a loss, or ``close``. Any
         thread may take the answer, and none has to wait. Raises as ``check``."""
         self._state.check(self._state.nodes[node].outbox)
-        request = Told(next(self._ids), node, kind, then)
+        request = CallbackRequest(next(self._ids), node, kind, then)
         self._due[request.id] = request
         return request
 

@@ -939,7 +939,7 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 #: Places that decode and are in no decoder's ``covers``.
 USES_WITHOUT: dict[str, str] = {
     "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
-    "disttensor/tasks/calls.py:Call.result": "values.decode, which is fuzzed",
+    "disttensor/tasks/calls.py:FunctionCall.result": "values.decode, which is fuzzed",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/cli/doctor.py:_Trial.rows": "what a program prints that this one has started",
     "disttensor/checkpoint/folder.py:_hashes": "a checkpoint is trusted, for torch unpickles its .metadata",

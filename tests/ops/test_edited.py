@@ -16,7 +16,7 @@ import cloudpickle
 import pytest
 
 import disttensor as dt
-from disttensor.tasks.reloaded_modules import Modules
+from disttensor.tasks.reloaded_modules import ReloadedModules
 
 Write = Callable[..., ModuleType]
 
@@ -44,7 +44,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         sys.modules.pop(name, None)
 
 
-def names(modules: Modules) -> list[str]:
+def names(modules: ReloadedModules) -> list[str]:
     return [module.__name__ for module in modules.stale()]
 
 
@@ -52,14 +52,14 @@ def test_what_is_stale(write: Write) -> None:
     helper = write("edited_helper", "def f(): return 1")
     user = write("edited_user", "import edited_helper, json\nfrom os import path\ndef g(): return edited_helper.f()")
     other = write("edited_other", "def h(): return 1")
-    modules = Modules()
+    modules = ReloadedModules()
     modules.note(user.g)
     modules.note(other.h)
     modules.note(path := Path)
     assert names(modules) == []
     write("edited_helper", "def f(): return 2")
     assert names(modules) == ["edited_helper", "edited_user"]
-    fresh = Modules()
+    fresh = ReloadedModules()
     fresh.note(user.g)
     assert names(fresh) == []
     assert helper is sys.modules["edited_helper"]
@@ -70,7 +70,7 @@ def test_code_that_ipython_has_changed_in_place(write: Write, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     module = write("edited_in_place", "def f(): return 1\nclass A:\n    def g(self): return 1")
     for function in (module.f, module.A.g):
-        modules = Modules()
+        modules = ReloadedModules()
         modules.note(module.f)
         function.__code__ = (lambda *_: 3).__code__
         assert names(modules) == ["edited_in_place"]
@@ -79,14 +79,14 @@ def test_code_that_ipython_has_changed_in_place(write: Write, monkeypatch: pytes
 def test_a_file_that_was_only_edited(write: Write, tmp_path: Path) -> None:
     """A script that runs for days goes on with what it has imported."""
     module = write("edited_meanwhile", "def f(): return 1")
-    modules = Modules()
+    modules = ReloadedModules()
     modules.note(module.f)
     (tmp_path / "edited_meanwhile.py").write_text("def f(): return 2")
     assert names(modules) == []
 
 
 def test_libraries_are_not_looked_at() -> None:
-    modules = Modules()
+    modules = ReloadedModules()
     for value in (threading.Thread, cloudpickle.dumps, pytest, dt.run, Path):
         modules.note(value)
     assert not modules._seen
