@@ -1,6 +1,17 @@
 """Training on many nodes: ``DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
-from .asynchronous import EASGD, Downpour, Event, History, LocalSGD, ParameterServer, Schedule, Strategy, Worker, drive
+from .asynchronous import (
+    EASGD,
+    Downpour,
+    History,
+    LocalSGD,
+    ParameterServer,
+    Schedule,
+    Strategy,
+    TrainingEvent,
+    Worker,
+    drive,
+)
 from .averaging import average_parameters, reduce_gradients
 from .data_parallel import DataParallel
 from .initializing import initialize
@@ -14,7 +25,6 @@ __all__ = [
     "EASGD",
     "DataParallel",
     "Downpour",
-    "Event",
     "FSDPModule",
     "History",
     "LocalSGD",
@@ -22,6 +32,7 @@ __all__ = [
     "Pipeline",
     "Schedule",
     "Strategy",
+    "TrainingEvent",
     "Worker",
     "assert_replicas_equal",
     "average_parameters",

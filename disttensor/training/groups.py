@@ -47,7 +47,7 @@ from ..runtime.master.route import route
 
 #: The groups of the parts that there are, by the id of the part; and the whole parameters that were cut, by theirs: one
 #: that is still alive is tied to a module outside of the group.
-group_of_part: WeakValueDictionary[int, Group] = WeakValueDictionary()
+group_of_part: WeakValueDictionary[int, ParameterGroup] = WeakValueDictionary()
 were_cut: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
@@ -82,7 +82,7 @@ _FORGOTTEN = {begun: before for before, begun in _BEGUN.items()}
 
 
 @dataclass(eq=False)
-class Part:
+class ShardedParameter:
     """A parameter of a group: each rank's share of its dimension 0."""
 
     name: str  #: in the module of the group
@@ -102,10 +102,12 @@ class Part:
             self.parameter.masked_fill_(self.cut.padding.view(-1, *(1 for _ in self.parameter.shape[1:])), 0)
 
 
-class Group:
+class ParameterGroup:
     """Parameters that are gathered together, and freed together."""
 
-    def __init__(self, parts: Sequence[Part], mesh: Mesh, over: str, also: tuple[str, ...], policy: Any) -> None:
+    def __init__(
+        self, parts: Sequence[ShardedParameter], mesh: Mesh, over: str, also: tuple[str, ...], policy: Any
+    ) -> None:
         self.parts, self.mesh, self.over, self.also, self.policy = list(parts), mesh, over, also, policy
         self.ranks = mesh.size(over)
         self.after_forward = self.after_backward = True  #: when it is freed
@@ -307,7 +309,7 @@ class Group:
         """True if there are gradients that no collective has reduced."""
         return any(grad is not None for grad in self._waiting)
 
-    def reduce(self, beside: bool) -> tuple[list[Reduced], list[Work[Any]]]:
+    def reduce(self, beside: bool) -> tuple[list[ReducedGradients], list[Work[Any]]]:
         """Reduces the gradients that wait: each rank gets its part of the mean."""
         beside = beside and not self.also and _may_be_beside()
         packs: dict[torch.dtype, list[int]] = {}
@@ -332,15 +334,15 @@ class Group:
                 all_reduce_(part, "avg", over=self.also)
             if work is not None:
                 works.append(work)
-            made.append(Reduced([self.parts[i] for i in pack], part))
+            made.append(ReducedGradients([self.parts[i] for i in pack], part))
         return made, works
 
 
 @dataclass(eq=False)
-class Reduced:
+class ReducedGradients:
     """The reduced gradients of some parameters, each rank's parts, in one tensor that may be on its way."""
 
-    parts: list[Part]
+    parts: list[ShardedParameter]
     flat: Any
 
     def give(self) -> None:
@@ -363,7 +365,7 @@ class _Unshard(torch.autograd.Function):
     """The parts of a group to the whole parameters."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *parts: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: ParameterGroup, *parts: Any) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         ctx.set_materialize_grads(False)
         made = tuple(value.detach() for value in group.values or ())
@@ -372,7 +374,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        group: Group = ctx.group
+        group: ParameterGroup = ctx.group
         group.schedule.came(group, grads)
         return None, *(None for _ in grads)
 

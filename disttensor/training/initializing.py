@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..meshes.cut import part_of, whole_of
-from .groups import Part
+from .groups import ShardedParameter
 from .sharding import FSDPModule, reshard
 
 
@@ -79,7 +79,7 @@ def _reset_of(name: str, module: nn.Module) -> Callable[[nn.Module], object] | N
 
 
 @contextlib.contextmanager
-def _whole(parts: list[Part], others: list[Part], name: str) -> Iterator[None]:
+def _whole(parts: list[ShardedParameter], others: list[ShardedParameter], name: str) -> Iterator[None]:
     """Has modules have whole parameters in the place of parts, whose values the parts take in the end."""
     versions = [part.parameter._version for part in others]
     made = []

@@ -13,10 +13,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..futures.work import Work
-from .groups import Group, Reduced, same_state
+from .groups import ParameterGroup, ReducedGradients, same_state
 
 #: The schedule of the forward pass under way: of the outermost module that is sharded.
-running: ContextVar[Schedule | None] = ContextVar("running", default=None)
+running: ContextVar[GatherSchedule | None] = ContextVar("running", default=None)
 
 #: Frozen groups that a backward pass has at a time: no gradient says when it has done with one.
 _FROZEN = 2
@@ -33,16 +33,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Schedule:
+class GatherSchedule:
     """The groups of a model, in the order in which the last forward pass used them."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.order = [group for group in groups if group.parts]
-        self._seen: list[Group] = []
+        self._seen: list[ParameterGroup] = []
         self._task = -1  #: autograd's number of the backward pass
         self._open = False
-        self._there: list[Group] = []  #: those that this backward pass has gathered
-        self._reduced: list[Reduced] = []  #: gradients on their way
+        self._there: list[ParameterGroup] = []  #: those that this backward pass has gathered
+        self._reduced: list[ReducedGradients] = []  #: gradients on their way
         self._under_way: list[Work[Any]] = []
         for group in groups:
             group.schedule = self
@@ -62,7 +62,7 @@ class Schedule:
                 group.forget()  # what was begun, and not used
             self.order, self._seen = list(dict.fromkeys([*self._seen, *self.order])), []
 
-    def use(self, group: Group) -> None:
+    def use(self, group: ParameterGroup) -> None:
         """Has a group's modules have the whole parameters; begins to gather those of the next one."""
         if not group.parts:
             return
@@ -76,7 +76,7 @@ class Schedule:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def again(self, group: Group) -> list[torch.Tensor]:
+    def again(self, group: ParameterGroup) -> list[torch.Tensor]:
         """Returns the whole parameters for a backward pass, and begins to gather those that it uses next."""
         self._begin()
         values = group.ready()
@@ -95,7 +95,7 @@ class Schedule:
                 self._there.append(before)
         return values
 
-    def came(self, group: Group, grads: Sequence[torch.Tensor | None]) -> None:
+    def came(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> None:
         """Takes all gradients of a group: they are reduced beside the rest of the backward pass."""
         self._begin()
         group.take(grads)
@@ -104,7 +104,7 @@ class Schedule:
         if group.reduces:
             self._reduce(group)
 
-    def _reduce(self, group: Group) -> None:
+    def _reduce(self, group: ParameterGroup) -> None:
         reduced, works = group.reduce(beside=True)
         self._under_way += works
         for before in self._reduced:
@@ -138,7 +138,7 @@ class Schedule:
             group.saved = False
         self._open, self._under_way = False, self._under_way[-1:]
 
-    def _free(self, group: Group) -> None:
+    def _free(self, group: ParameterGroup) -> None:
         self._there.remove(group)
         if group.after_backward and not group.held:
             group.reshard()
@@ -193,7 +193,7 @@ class _Kept:
     """The name of a whole parameter, or of a view of one, that autograd has saved."""
 
     def __init__(
-        self, group: Group, i: int, state: Any, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+        self, group: ParameterGroup, i: int, state: Any, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
     ) -> None:
         self._group, self._i, self._state = group, i, state
         self._geometry = shape, stride, offset

@@ -17,9 +17,9 @@ from ..meshes import Mesh, varying
 from ..meshes.cut import Cut, cut_of, mark, part_of, whole_of
 from ..runtime.process.spelling import shown
 from .batches import shares_of
-from .groups import Group, Part, group_of_part, were_cut
+from .groups import ParameterGroup, ShardedParameter, group_of_part, were_cut
 from .named import place_of
-from .schedule import Saving, Schedule, in_backward, running
+from .schedule import GatherSchedule, Saving, in_backward, running
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,7 +75,7 @@ def fully_shard(
     also = _check(module, mesh, over, replicas, mp_policy)
     reshard(module)
     flag("reshard_after_forward", reshard_after_forward)
-    group = Group(_cut(module, mesh, over, also), mesh, over, also, mp_policy)
+    group = ParameterGroup(_cut(module, mesh, over, also), mesh, over, also, mp_policy)
     group.after_forward = bool(reshard_after_forward)
     for buffer_of, name, buffer in _buffers(module):
         if place_of(buffer) is None and not buffer.is_meta:
@@ -147,7 +147,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.after_backward = reshard_after_backward
 
-    def _groups(self, recurse: bool = True) -> list[Group]:
+    def _groups(self, recurse: bool = True) -> list[ParameterGroup]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return [module._sharding.group for module in modules if isinstance(module, FSDPModule)]
 
@@ -190,9 +190,9 @@ def _plain_name(module: object) -> str:
 class _Sharding:
     """The group of a module that is sharded, and its forward passes."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParameterGroup) -> None:
         self.group = group
-        self.schedule: Schedule | None = None  #: if it was the outermost
+        self.schedule: GatherSchedule | None = None  #: if it was the outermost
 
     @contextlib.contextmanager
     def forward(self, module: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -243,10 +243,10 @@ class _Sharding:
                 schedule.again(self.group)
                 self.group.unshard()
 
-    def _outermost(self, module: nn.Module) -> Schedule:
+    def _outermost(self, module: nn.Module) -> GatherSchedule:
         groups = [m._sharding.group for m in module.modules() if isinstance(m, FSDPModule)]
         if self.schedule is None or set(groups) != set(self.schedule.order):
-            self.schedule = Schedule(groups)
+            self.schedule = GatherSchedule(groups)
         for group in groups:
             group.schedule = self.schedule
         return self.schedule
@@ -290,7 +290,7 @@ def _check(module: object, mesh: object, over: object, replicas: object, policy:
     return () if replicas is None else (replicas,)
 
 
-def _cut(module: nn.Module, mesh: Mesh, over: str, also: tuple[str, ...]) -> list[Part]:
+def _cut(module: nn.Module, mesh: Mesh, over: str, also: tuple[str, ...]) -> list[ShardedParameter]:
     """Returns the parts of a module's parameters that are in no group, in the place of which it has them now."""
     found: dict[int, tuple[nn.Parameter, str, list[tuple[nn.Module, str]]]] = {}
     for prefix, owner in module.named_modules():
@@ -310,7 +310,7 @@ def _cut(module: nn.Module, mesh: Mesh, over: str, also: tuple[str, ...]) -> lis
         for owner, its_name in places:
             owner._parameters[its_name] = made
         were_cut[id(parameter)] = parameter
-        parts.append(Part(name, places, made, cut))
+        parts.append(ShardedParameter(name, places, made, cut))
     for owner in {owner for part in parts for owner, _ in part.places}:
         if isinstance(owner, nn.RNNBase):
             owner._flat_weights = [getattr(owner, name, None) for name in owner._flat_weights_names]
@@ -401,7 +401,7 @@ def _after_load(module: Any, keys: Any) -> None:
     module._sharding.group.adopt()  # with assign=True: what the optimizer is made of next are parts
 
 
-def _names(module: Any) -> Iterator[tuple[Part, list[str]]]:
+def _names(module: Any) -> Iterator[tuple[ShardedParameter, list[str]]]:
     """(a part of the module's group, all names under which its state dict has it)."""
     prefixes: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):

@@ -166,7 +166,8 @@ def test_what_another_pushes_is_told() -> None:
         return step(worker, t)
 
     history = drive(on_nodes(), pushing, Downpour(server, Schedule(every=1), local=RATE), steps=4)
-    with pytest.raises(ValueError, match=r"replay: event \d+ is Event\(.*comes to Event\(.*did nothing else push"):
+    told = r"replay: event \d+ is TrainingEvent\(.*comes to TrainingEvent\(.*did nothing else push"
+    with pytest.raises(ValueError, match=told):
         history.replay(here(), step)
 
 

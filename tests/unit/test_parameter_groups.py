@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from disttensor.training import groups
-from disttensor.training.groups import CHANGES, Group, Part, ShardedState, group_of_part
+from disttensor.training.groups import CHANGES, ParameterGroup, ShardedParameter, ShardedState, group_of_part
 
 #: The shape of the part that a rank has.
 ROWS, COLUMNS = 3, 2
@@ -31,9 +31,9 @@ class Made:
     def __init__(self) -> None:
         self.module = nn.Linear(COLUMNS, ROWS)
         cut: Any = SimpleNamespace(size=2 * ROWS, place=None, padding=None)
-        parts = [Part(name, [(self.module, name)], p, cut) for name, p in self.module.named_parameters()]
+        parts = [ShardedParameter(name, [(self.module, name)], p, cut) for name, p in self.module.named_parameters()]
         mesh: Any = SimpleNamespace(size=lambda over: 2)
-        self.group = Group(parts, mesh, "dp", (), None)
+        self.group = ParameterGroup(parts, mesh, "dp", (), None)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -52,7 +52,7 @@ class Made:
 
     def fail(self) -> None:
         """A node is lost while the group is gathered."""
-        with patch.object(Group, "_joined", side_effect=ConnectionError), suppress(ConnectionError):
+        with patch.object(ParameterGroup, "_joined", side_effect=ConnectionError), suppress(ConnectionError):
             self.group.ready()
 
     def hold(self) -> None:
@@ -110,15 +110,15 @@ def gathered_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[ShardedState, ShardedState]]]:
     """The changes of all groups."""
-    found, change = set(), Group._change
+    found, change = set(), ParameterGroup._change
 
-    def noted(group: Group, to: ShardedState) -> None:
+    def noted(group: ParameterGroup, to: ShardedState) -> None:
         before = group.sharded_state
         change(group, to)
         if to is not before:
             found.add((before, to))
 
-    monkeypatch.setattr(Group, "_change", noted)
+    monkeypatch.setattr(ParameterGroup, "_change", noted)
     return found  # type: ignore[return-value]
 
 

@@ -1,7 +1,7 @@
 """Asynchronous training: a parameter server, and strategies that drive workers which do not wait for each other."""
 
 from .driving import drive
-from .events import Event
+from .events import TrainingEvent
 from .history import History
 from .schedule import Schedule
 from .server import ParameterServer
@@ -11,12 +11,12 @@ from .workers import Worker
 __all__ = [
     "EASGD",
     "Downpour",
-    "Event",
     "History",
     "LocalSGD",
     "ParameterServer",
     "Schedule",
     "Strategy",
+    "TrainingEvent",
     "Worker",
     "drive",
 ]

@@ -61,7 +61,7 @@ def _token(part: torch.Tensor, lane: Stream | None) -> Work[torch.Tensor]:
         return fetch(part[:1])
 
 
-class Reading(Work[Any]):
+class Pull(Work[Any]):
     """A pull: ``result()`` waits for all parts, and is what ``make`` returns, once."""
 
     def __init__(self, session: Any, pulled: Arriving, make: Callable[[], Any]) -> None:

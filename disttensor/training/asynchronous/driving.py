@@ -15,9 +15,9 @@ from ...futures import fetch
 from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import ChannelError, NodeLost
 from ...session import current
-from .events import Event
+from .events import TrainingEvent
 from .history import History
-from .loop import Loop, Steps, Task
+from .loop import GeneratorTask, Loop, Steps
 from .strategies import Strategy
 from .workers import Worker, of_first
 
@@ -177,7 +177,7 @@ class _Drive:
                     self._lose(worker, error)
                 workers = [worker for worker in workers if worker not in lost]
 
-    def _failed(self, task: Task, error: Exception) -> bool:
+    def _failed(self, task: GeneratorTask, error: Exception) -> bool:
         if task.worker is None or self._loss(task.worker, error) is None:
             return False
         self._lose(task.worker, error)
@@ -194,7 +194,7 @@ class _Drive:
         if worker.index in self._history.lost:
             return
         self._history.lost[worker.index] = found
-        self._history.events.append(Event("lost", worker.index, worker.step))
+        self._history.events.append(TrainingEvent("lost", worker.index, worker.step))
         _log.warning("drive: worker %d is lost in step %d, the others go on: %s", worker.index, worker.step, found)
         if worker in self._at_work:
             self._at_work.remove(worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class TrainingEvent(NamedTuple):
     """An event.
 
     Attributes:

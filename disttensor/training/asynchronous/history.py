@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .events import Event
-from .replaying import Replay
+from .events import TrainingEvent
+from .replaying import LocalReplay
 from .strategies import Strategy
 from .workers import Worker
 
@@ -27,7 +27,7 @@ class History:
         strategy: the strategy, with the arguments that it had, and without its server.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[TrainingEvent] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     lost: dict[int, Exception] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class History:
             raise ValueError("replay: this history has no strategy; drive returns those that have one")
         if len(workers) != len(self.steps):
             raise ValueError(f"replay: {len(workers)} modules, and there were {len(self.steps)} workers")
-        replay = Replay(self.events, self.steps, self.strategy, workers, step, server)
+        replay = LocalReplay(self.events, self.steps, self.strategy, workers, step, server)
         replay.run()
         return History(replay.events, replay.losses, replay.steps, dict(self.lost), self.strategy)
 

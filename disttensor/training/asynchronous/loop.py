@@ -23,7 +23,7 @@ class Meet:
 MEET = Meet()
 
 
-class Task:
+class GeneratorTask:
     """A generator that goes on when what it waits for has ended."""
 
     def __init__(self, steps: Steps, worker: Worker | None) -> None:
@@ -38,21 +38,24 @@ class Loop:
     """Runs tasks until all are done. ``failed(task, error)`` says whether an error is the end of its worker only."""
 
     def __init__(
-        self, seed: int | None, failed: Callable[[Task, Exception], bool], meet: Callable[[list[Worker]], Steps]
+        self,
+        seed: int | None,
+        failed: Callable[[GeneratorTask, Exception], bool],
+        meet: Callable[[list[Worker]], Steps],
     ) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._failed, self._meet = failed, meet
-        self._tasks: list[Task] = []
-        self._waiters: dict[Any, list[Task]] = {}
+        self._tasks: list[GeneratorTask] = []
+        self._waiters: dict[Any, list[GeneratorTask]] = {}
         self._under_way = UnderWay[Work[Any]]()
-        self._ready: list[Task] = []
-        self._meeting: Task | None = None
+        self._ready: list[GeneratorTask] = []
+        self._meeting: GeneratorTask | None = None
         self.gate: Callable[[Worker], bool] = lambda worker: True  #: whether a worker may begin its next step
-        self._gated: list[Task] = []
+        self._gated: list[GeneratorTask] = []
 
-    def spawn(self, steps: Steps, worker: Worker | None) -> Task:
+    def spawn(self, steps: Steps, worker: Worker | None) -> GeneratorTask:
         """Begins a task."""
-        task = Task(steps, worker)
+        task = GeneratorTask(steps, worker)
         self._tasks.append(task)
         self._ready.append(task)
         return task
@@ -89,7 +92,7 @@ class Loop:
             if not task.left and not task.done:
                 self._ready.append(task)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: GeneratorTask) -> None:
         task.done = True
         if task in self._tasks:
             self._tasks.remove(task)
@@ -98,7 +101,7 @@ class Loop:
                 there.remove(task)
         self._ended(task)
 
-    def _advance(self, task: Task) -> None:
+    def _advance(self, task: GeneratorTask) -> None:
         wants, task.wants = task.wants, []
         try:
             try:
@@ -124,10 +127,10 @@ class Loop:
         else:
             self._wait(task, wanted)
 
-    def _wait(self, task: Task, wanted: list[Any]) -> None:
+    def _wait(self, task: GeneratorTask, wanted: list[Any]) -> None:
         task.wants = wanted
         for thing in wanted:
-            if isinstance(thing, Task) and thing.done:
+            if isinstance(thing, GeneratorTask) and thing.done:
                 continue
             task.left += 1
             if isinstance(thing, Work) and self._random is None and thing not in self._waiters:

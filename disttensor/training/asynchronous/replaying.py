@@ -16,7 +16,7 @@ from torch import nn
 
 from ...proxy.proxy import where_is
 from ...runtime.protocol.errors import NodeLost
-from .events import Event
+from .events import TrainingEvent
 from .loop import Meet, Steps
 from .server import add
 from .strategies import EASGD, Strategy
@@ -85,7 +85,7 @@ class _Gone(Exception):
     """A worker has come to where it was lost."""
 
 
-class Replay:
+class LocalReplay:
     """One replay.
 
     Attributes:
@@ -96,7 +96,7 @@ class Replay:
 
     def __init__(
         self,
-        recorded: Sequence[Event],
+        recorded: Sequence[TrainingEvent],
         steps: Sequence[int],
         strategy: Strategy,
         modules: Sequence[nn.Module],
@@ -105,7 +105,7 @@ class Replay:
     ) -> None:
         self._recorded, self._wanted, self._step, self._strategy = recorded, steps, step, strategy.bare()
         self._workers = [LocalWorker(index, module) for index, module in enumerate(modules)]
-        self.events: list[Event] = []
+        self.events: list[TrainingEvent] = []
         self.losses: list[list[float]] = [[] for _ in modules]
         self._left = [sum(e.worker == w.index and e.kind != "lost" for e in recorded) for w in self._workers]
         self._lost = {event.worker for event in recorded if event.kind == "lost"}
@@ -137,7 +137,7 @@ class Replay:
         self._pushes[worker.index].append(steps)
         return steps
 
-    def _go_on(self, event: Event) -> None:
+    def _go_on(self, event: TrainingEvent) -> None:
         """Has whoever it was come to an event."""
         count, tasks = len(self.events), self._pushes.get(event.worker)
         if event.kind == "lost":
@@ -171,7 +171,7 @@ class Replay:
             while worker.steps < wanted:
                 self._advance(worker.index)
 
-    def _came(self, event: Event) -> None:
+    def _came(self, event: TrainingEvent) -> None:
         """Called for each event that the strategy comes to."""
         count = len(self.events)
         if event.worker in self._lost and not self._left[event.worker]:

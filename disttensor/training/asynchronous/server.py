@@ -21,7 +21,7 @@ from ...runtime.protocol.errors import DisttensorError
 from ...session import current
 from ...session.places import Place
 from ...streams import Stream, stream
-from .arriving import Arriving, Pushing, Reading
+from .arriving import Arriving, Pull, Pushing
 from .values import Form, Tensors, on_a_mesh, one_place, sources
 
 #: ``rule(shard, value)`` changes a shard in place, by operations on the two tensors, which are on a node.
@@ -260,7 +260,7 @@ class ParameterServer:
             return into
 
         if async_op or device is None:
-            work = Reading(self._session, parts, result)
+            work = Pull(self._session, parts, result)
             return work if async_op else work.result()
         return result()
 

@@ -16,8 +16,8 @@ import torch
 from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import NodeLost
 from .arriving import made
-from .events import Event
-from .loop import MEET, Loop, Steps, Task
+from .events import TrainingEvent
+from .loop import MEET, GeneratorTask, Loop, Steps
 from .meeting import begin_alike, mean_of_buffers, summed
 from .schedule import EVERY_TEN, Schedule
 from .server import ParameterServer, put
@@ -63,7 +63,7 @@ class Strategy:
         found.forget()
         return found
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Called once, before the first step."""
         self.forget()
         self._loop, self._log, self._count = loop, log, len(workers)
@@ -72,7 +72,7 @@ class Strategy:
     def log(self, kind: str, worker: Worker | None, version: int = 0, workers: Sequence[Worker] = ()) -> None:
         """Records an event of a worker at its current step."""
         index, step = (-1, 0) if worker is None else (worker.index, worker.step)
-        self._log(Event(kind, index, step, version, tuple(each.index for each in workers)))
+        self._log(TrainingEvent(kind, index, step, version, tuple(each.index for each in workers)))
 
     def start(self, worker: Worker) -> Steps:
         """Gives a worker its first values."""
@@ -144,7 +144,7 @@ class _Served(Strategy):
         self.log("send", worker)
         worker.pushing = self._loop.spawn(self._pushed(worker, worker.pushing, flat, scale), worker)
 
-    def _pushed(self, worker: Worker, last: Task | None, flat: list[torch.Tensor], scale: float) -> Steps:
+    def _pushed(self, worker: Worker, last: GeneratorTask | None, flat: list[torch.Tensor], scale: float) -> Steps:
         yield made(flat)
         sent = self.server._send(flat)
         yield sent.tokens()
@@ -289,7 +289,7 @@ class EASGD(_Served):
         """The share of the difference by which both move."""
         return self.beta / self._count if self._alpha is None else self._alpha
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Gives all workers the same first values."""
         super().begin(loop, workers, log)
         if not self.served:
@@ -385,7 +385,7 @@ class LocalSGD(Strategy):
         self._shared: dict[int, list[torch.nn.Parameter]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[Event], None]) -> None:
+    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Gives all workers the same first values."""
         super().begin(loop, workers, log)
         begin_alike(workers)

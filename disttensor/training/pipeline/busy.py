@@ -12,7 +12,7 @@ from ...session.places import MeshPlace, Place
 from ...streams import Event, default_stream, synchronize
 
 
-class Row(NamedTuple):
+class BusyRow(NamedTuple):
     """How long one node has worked."""
 
     node: int
@@ -32,7 +32,7 @@ class Shares:
     """The busy shares of a pipeline's nodes: ``rows``, once the block has ended. As a text it is a table."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[BusyRow] = []
 
     def __str__(self) -> str:
         if not self.rows:
@@ -50,12 +50,12 @@ class Shares:
 @contextmanager
 def measured(places: Sequence[Place], expected: Sequence[float]) -> Iterator[Shares]:
     """Fills the Shares that it yields when the ``with`` block ends without an error."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, BusyRow] = {}
     for stage, (place, share) in enumerate(zip(places, expected, strict=True)):
         for at, rank in enumerate(place.ranks):
             # a node has no coordinates
             where = place.where(at) if isinstance(place, MeshPlace) else ""
-            row = rows.setdefault(rank, Row(rank, (), where, 0.0, 0.0, share))
+            row = rows.setdefault(rank, BusyRow(rank, (), where, 0.0, 0.0, share))
             rows[rank] = row._replace(stages=(*row.stages, stage))
     shares = Shares()
     begun = {rank: _now(rank) for rank in rows}
