@@ -26,7 +26,7 @@ from ..tasks.calls import Calls, first_of
 from .folder import Hashes, read_checkpoint
 from .parts import parts_of
 from .saving import Saves
-from .state import Entry, State
+from .state import State, StateEntry
 
 
 class _Words(str):
@@ -114,11 +114,11 @@ class _Plan:
             if name in stored:
                 self._entry(name, entry, stored[name])
 
-    def _entry(self, name: str, entry: Entry, stored: Any) -> None:
+    def _entry(self, name: str, entry: StateEntry, stored: Any) -> None:
         if isinstance(stored, BytesStorageMetadata) or not isinstance(entry.value, torch.Tensor):
             if isinstance(stored, TensorStorageMetadata):
                 made = torch.zeros(stored.size, dtype=stored.properties.dtype, device="cpu")  # a value was a tensor
-                self._tensor(name, Entry(made), stored)
+                self._tensor(name, StateEntry(made), stored)
                 self._targets[None][name] = (made, made.shape)
                 return
             if isinstance(entry.value, torch.Tensor):
@@ -129,7 +129,7 @@ class _Plan:
             return
         self._tensor(name, entry, stored)
 
-    def _tensor(self, name: str, entry: Entry, stored: TensorStorageMetadata) -> None:
+    def _tensor(self, name: str, entry: StateEntry, stored: TensorStorageMetadata) -> None:
         shape = whole_shape(entry.value, entry.cuts)
         if tuple(stored.size) != shape:
             raise ValueError(f"{name!r} is {shape} here, and {tuple(stored.size)} in {self._folder}")

@@ -28,7 +28,7 @@ from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import line_of
 from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
-from ..runtime.node.checkpoint_files import Item, Shard, Written
+from ..runtime.node.checkpoint_files import FileItem, Shard, Written
 from ..runtime.process.gc_pause import no_collection
 from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
@@ -37,8 +37,8 @@ from ..session.session import Session
 from ..streams import Stream, current_stream, stream
 from ..tasks.calls import Calls, first_of
 from .folder import Folder
-from .parts import Part, parts_of
-from .state import Entry, State
+from .parts import TensorChunk, parts_of
+from .state import State, StateEntry
 
 _log = logging.getLogger("disttensor")
 
@@ -223,7 +223,7 @@ class _Job:
         self.folder = Folder(path)
         state = State(state_dict)
         self._places: dict[int | None, Any] = {None: None}  #: those of nodes, by number; None is the script
-        self._items: dict[int | None, list[Item]] = {None: []}
+        self._items: dict[int | None, list[FileItem]] = {None: []}
         self._values: dict[int | None, list[Any]] = {None: []}  #: the tensors, or bytes, of the items
         self._wholes: dict[str, TensorWriteData] = {}  #: what is said of tensors as a whole
         self._paths = state.paths
@@ -243,18 +243,18 @@ class _Job:
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def _plan(self, state: State, check_replicas: bool) -> None:
-        shards: list[tuple[int, str, Entry, list[tuple[int, Part]]]] = []
+        shards: list[tuple[int, str, StateEntry, list[tuple[int, TensorChunk]]]] = []
         for name, entry in state.entries.items():
             if not isinstance(entry.value, torch.Tensor):
                 buffer = io.BytesIO()
                 torch.save(entry.value, buffer)
                 self._values[None].append(buffer)
-                self._items[None].append(Item(name, None, None))
+                self._items[None].append(FileItem(name, None, None))
                 continue
             shape = torch.Size(whole_shape(entry.value, entry.cuts))
             chunk = ChunkStorageMetadata(shape, shape)  # of each part another one
             self._wholes[name] = TensorWriteData(chunk, TensorProperties(dtype=entry.value.dtype), shape)
-            by_offsets: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
+            by_offsets: dict[tuple[int, ...], list[tuple[int, TensorChunk]]] = {}
             parts = list(enumerate(parts_of(entry.value, entry.cuts)))
             filled = [(rank, part) for rank, part in parts if math.prod(part.sizes)] or parts[:1]
             for rank, part in filled:
@@ -270,12 +270,14 @@ class _Job:
             if check_replicas and len(ranks) > 1:
                 self._compare(name, entry, ranks, part)
 
-    def _write(self, name: str, entry: Entry, part: Part) -> None:
+    def _write(self, name: str, entry: StateEntry, part: TensorChunk) -> None:
         node = self._take_in(part.place)
         self._values[node].append(entry.value)
-        self._items[node].append(Item(name, part.offsets, part.sizes))
+        self._items[node].append(FileItem(name, part.offsets, part.sizes))
 
-    def _compare(self, name: str, entry: Entry, ranks: list[tuple[int, Part]], written: Part) -> None:
+    def _compare(
+        self, name: str, entry: StateEntry, ranks: list[tuple[int, TensorChunk]], written: TensorChunk
+    ) -> None:
         where = []
         for rank, part in ranks:
             node = self._take_in(part.place)
@@ -428,5 +430,5 @@ def _padded(tensor: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...] | N
     return None if sizes == tuple(tensor.shape) else sizes
 
 
-def _node(part: Part) -> int:
+def _node(part: TensorChunk) -> int:
     return -1 if part.place is None else part.place.node

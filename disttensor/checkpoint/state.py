@@ -27,7 +27,7 @@ Path = tuple[Any, ...]
 _EXTRA = "_extra_state"
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """A tensor or another value of a state, and how the tensor is a part of a whole one."""
 
     value: Any
@@ -71,7 +71,7 @@ class State:
             _check(name, value)
         #: all entries, by name
         self.entries = {
-            name: Entry(v, self._cuts.get(id(v)) or cut_of(v)) if isinstance(v, torch.Tensor) else Entry(v)
+            name: StateEntry(v, self._cuts.get(id(v)) or cut_of(v)) if isinstance(v, torch.Tensor) else StateEntry(v)
             for name, v in flat.items()
         }
 
@@ -147,7 +147,7 @@ class State:
                 "its groups as they were when it was saved"
             )
         set_element(self.nested, path, None)
-        self.paths[name], self.entries[name] = path, Entry(None)
+        self.paths[name], self.entries[name] = path, StateEntry(None)
 
     def put(self, name: str, value: Any) -> None:
         """Puts a value that was read in its place. A tensor is filled where it is."""
@@ -177,14 +177,14 @@ class State:
                 self._given[key] = value
 
 
-def _fresh(parameter: torch.Tensor, what: str, stored: object) -> Entry:
+def _fresh(parameter: torch.Tensor, what: str, stored: object) -> StateEntry:
     """Returns a state of a parameter that is in a checkpoint, as an optimizer makes it at its first step."""
     if not isinstance(stored, TensorStorageMetadata):
-        return Entry(None)
+        return StateEntry(None)
     dtype, cuts = stored.properties.dtype, cut_of(parameter)
     if what != "step" and tuple(stored.size) == whole_shape(parameter, cuts):
-        return Entry(torch.zeros_like(parameter.detach(), dtype=dtype), cuts)
-    return Entry(torch.zeros(stored.size, dtype=dtype, device="cpu"))  # where it belongs torch moves it
+        return StateEntry(torch.zeros_like(parameter.detach(), dtype=dtype), cuts)
+    return StateEntry(torch.zeros(stored.size, dtype=dtype, device="cpu"))  # where it belongs torch moves it
 
 
 def _by_number(key: str, state: Mapping[str, Any], names: list[str], optimizer: torch.optim.Optimizer) -> Any:

@@ -39,7 +39,7 @@ OLD_UNLOCKED = 3 * TOUCH
 LOOK = 0.5
 
 
-class Owner(msgspec.Struct, frozen=True):
+class SaveClaim(msgspec.Struct, frozen=True):
     """The save that has its turn, as its claim says. ``locked``: whether it could lock the claim."""
 
     number: str
@@ -51,7 +51,7 @@ class Owner(msgspec.Struct, frozen=True):
 class _Seen(NamedTuple):
     """Another one's claim, as it was at a look. ``ahead``: by how much the file system's clock is ahead of ours."""
 
-    owner: Owner | None
+    owner: SaveClaim | None
     touched: float
     first: float
     ahead: float
@@ -109,7 +109,7 @@ class Turn:
         disk, descriptor = self._disk, self._make()
         try:
             locked = disk.lock(descriptor) is True
-            owner = Owner(self._number, disk.process(), time.time(), locked)
+            owner = SaveClaim(self._number, disk.process(), time.time(), locked)
             disk.write_all(descriptor, msgspec.json.encode(owner))
             try:
                 disk.rename(self._aside, self._path)
@@ -175,7 +175,7 @@ class Turn:
                 disk.unlink(claim)
         return found
 
-    def _look(self, owner: Owner | None, locked: bool | None, descriptor: int, seen: _Seen | None) -> _Seen | None:
+    def _look(self, owner: SaveClaim | None, locked: bool | None, descriptor: int, seen: _Seen | None) -> _Seen | None:
         """Returns what is seen of one that may have its turn, or None where that is over. Raises OSError (EBUSY).
 
         Whatever time passes between any two calls, none seems older than it is.
@@ -226,13 +226,13 @@ class Turn:
                 owner = decode_owner(self._disk.read_file(claim))
         return self._words(owner) if owner is not None and owner.number != self._number else "another save"
 
-    def _words(self, owner: Owner) -> str:
+    def _words(self, owner: SaveClaim) -> str:
         process, mine = owner.process, self._disk.process()
         who = f"process {process.pid} on host {process.host}" if process != mine else "another thread of this script"
         at = time.strftime("%H:%M:%S", time.localtime(owner.since))
         return f"{who}, since {at} ({max(0.0, time.time() - owner.since):.0f} s)"
 
-    def _busy(self, owner: Owner | None) -> OSError:
+    def _busy(self, owner: SaveClaim | None) -> OSError:
         who = "another save, which has just begun" if owner is None else self._words(owner)
         return OSError(
             errno.EBUSY,
@@ -245,10 +245,10 @@ def _kernel(process: Process) -> str:
     return process.boot.partition(" ")[0]
 
 
-def decode_owner(data: bytes) -> Owner | None:
+def decode_owner(data: bytes) -> SaveClaim | None:
     """Returns what a file says; None for one that is empty, or half written, or says something else."""
     try:
-        owner = msgspec.json.decode(data, type=Owner)
+        owner = msgspec.json.decode(data, type=SaveClaim)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     texts = (owner.number, *owner.process[:2], owner.process.began)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ..collectives.over_dims import Over
 from ..errors.argument_checks import flag, needing, one_of, spelled, whole_number
-from ..runtime.node.samples import Plan
+from ..runtime.node.samples import SamplePlan
 from ..runtime.process.spelling import shown
 from .from_script import DatasetHere, LoaderHere
 from .on_nodes import DatasetThere
@@ -160,7 +160,7 @@ def distribute(
             )
         dataset = loader_or_dataset
     _check_dataset(dataset, bool(shuffle))
-    plan = Plan(ranks.size, _divided(batch_size, ranks), bool(shuffle), seed, 0, uneven, 0)
+    plan = SamplePlan(ranks.size, _divided(batch_size, ranks), bool(shuffle), seed, 0, uneven, 0)
     _check_ends(dataset, plan, ranks)
     kind = DatasetHere if at == "script" else DatasetThere
     return DistributedLoader(kind(dataset, ranks, depth, plan, given))
@@ -227,7 +227,7 @@ def _divided(batch_size: Any, ranks: Ranks) -> int:
     return size
 
 
-def _check_ends(dataset: Any, plan: Plan, ranks: Ranks) -> None:
+def _check_ends(dataset: Any, plan: SamplePlan, ranks: Ranks) -> None:
     """Raises ValueError for an end that ranks of a mesh can't have: they have one shape."""
     if plan.uneven == "none" and ranks.mesh is not None and not isinstance(dataset, IterableDataset):
         left = len(dataset) % ranks.size

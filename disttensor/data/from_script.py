@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from ..runtime.node.samples import Plan, loader
+from ..runtime.node.samples import SamplePlan, loader
 from .cutting import picked, sent
 from .from_workers import placing, taken_over
 from .parts import rows_of
@@ -22,7 +22,7 @@ class DatasetHere(Positions):
         plan, skip = self.planned(state)
         return sent_ahead(self._read(plan, state["position"], skip), self._sent, self.depth)
 
-    def _read(self, plan: Plan, position: int, skip: int) -> Iterator[tuple[dict[str, Any], list[int], Any]]:
+    def _read(self, plan: SamplePlan, position: int, skip: int) -> Iterator[tuple[dict[str, Any], list[int], Any]]:
         with placing(self.ranks.places, self.ranks.size, self.options.get("num_workers", 0)) as put:
             yield from self._of(loader(self.dataset, plan, None, self.options, put), position, skip)
 

@@ -19,7 +19,7 @@ from ..dispatch.call_site import here
 from ..proxy.proxy import proxy
 from ..runtime.master.route import waits
 from ..runtime.node import readers
-from ..runtime.node.samples import Plan
+from ..runtime.node.samples import SamplePlan
 from ..runtime.protocol.batches import Geometry, rebuild
 from ..runtime.protocol.errors import NodeLost, ProtocolError
 from ..tasks import Each
@@ -32,7 +32,7 @@ from .ranks import Ranks
 class DatasetThere(Positions):
     """Batches of a dataset that nodes have, each with a DataLoader for its own samples."""
 
-    def __init__(self, dataset: Any, ranks: Ranks, depth: int, plan: Plan, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, ranks: Ranks, depth: int, plan: SamplePlan, options: dict[str, Any]) -> None:
         super().__init__(dataset, ranks, depth, plan, options)
         nodes = [place.node for place in ranks.places]
         if len(set(nodes)) < len(nodes):

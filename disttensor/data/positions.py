@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ..errors.argument_checks import whole_number
-from ..runtime.node.samples import Plan
+from ..runtime.node.samples import SamplePlan
 from .ranks import Ranks
 
 
@@ -21,7 +21,7 @@ class Positions:
 
     ending: Mapping[str, Any] = {"position": 0}
 
-    def __init__(self, dataset: Any, ranks: Ranks, depth: int, plan: Plan, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, ranks: Ranks, depth: int, plan: SamplePlan, options: dict[str, Any]) -> None:
         self.dataset, self.ranks, self.depth, self.options = dataset, ranks, depth, options
         self._plan = plan
         self.size: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)
@@ -44,7 +44,7 @@ class Positions:
                     f"{name}={self.beginning[name]}: its samples come in another order"
                 )
 
-    def planned(self, state: Mapping[str, Any]) -> tuple[Plan, int]:
+    def planned(self, state: Mapping[str, Any]) -> tuple[SamplePlan, int]:
         """Returns the plan of a loop that begins at a state; and how many batches it reads and drops first."""
         epoch, position = state["epoch"], state["position"]
         if self.size is None:

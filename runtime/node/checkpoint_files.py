@@ -38,7 +38,7 @@ from .held import HeldTensor, apart
 _ROW = 1 << 12
 
 
-class Item(NamedTuple):
+class FileItem(NamedTuple):
     """A thing to be written: of a tensor ``sizes`` entries from ``offsets`` of the whole one on; None for bytes."""
 
     name: str
@@ -94,7 +94,8 @@ def save(
     disk.
     """
     values = [
-        _copied(x, Item(*item).sizes) if isinstance(x, HeldTensor) else x for x, item in zip(values, items, strict=True)
+        _copied(x, FileItem(*item).sizes) if isinstance(x, HeldTensor) else x
+        for x, item in zip(values, items, strict=True)
     ]
     found = []
     for replica, its in zip(replicas, sizes, strict=True):
@@ -116,7 +117,7 @@ def write(
     values: Sequence[Any],
     disk: Disk = DISK,
 ) -> list[tuple[Any, ...]] | str:
-    """Writes items (those of ``Item``), whose tensors or bytes are ``values``, into one file of a folder, and waits
+    """Writes items (those of ``FileItem``), whose tensors or bytes are ``values``, into one file of a folder, and waits
     until they are on the disk; returns what ``Written`` is made of for each.
 
     Returns this host's name, and leaves nothing, where the folder does not have ``claim``, by which the script knows
@@ -153,7 +154,7 @@ def write(
 def _write(
     folder: str, prefix: str, file: str, items: Sequence[tuple[Any, ...]], values: Sequence[Any], disk: Disk
 ) -> list[tuple[Any, ...]]:
-    given = [Item(*item) for item in items]
+    given = [FileItem(*item) for item in items]
     plan = SavePlan([_write_item(item) for item in given], storage_data=_StoragePrefix(prefix))
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = Files(disk)
@@ -170,7 +171,7 @@ def _write(
     return [tuple(Written(i.relative_path, i.offset, i.length, h)) for i, h in zip(found, hashes, strict=True)]
 
 
-def _write_item(item: Item) -> WriteItem:
+def _write_item(item: FileItem) -> WriteItem:
     if item.sizes is None:
         return WriteItem(item.key, WriteItemType.BYTE_IO)
     chunk = ChunkStorageMetadata(torch.Size(item.offsets or ()), torch.Size(item.sizes))
@@ -182,7 +183,7 @@ def _write_item(item: Item) -> WriteItem:
 class _Given(DefaultSavePlanner):
     """A planner whose plan is made already; it only hands out what is to be written."""
 
-    def __init__(self, items: Sequence[Item], values: Sequence[Any]) -> None:
+    def __init__(self, items: Sequence[FileItem], values: Sequence[Any]) -> None:
         super().__init__()
         self._values = {item.key: _plain(v, item.sizes) for item, v in zip(items, values, strict=True)}
 

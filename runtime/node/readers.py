@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ..protocol.batches import describe
 from . import geometry, warned
-from .samples import Plan, loader
+from .samples import SamplePlan, loader
 from .tokens import behind, token_of
 
 
@@ -29,7 +29,7 @@ class Reader:
     of what the script has; so they are described, and on their device, when they are asked for."""
 
     def __init__(
-        self, dataset: Any, options: dict[str, Any], plan: Plan, rank: int, skip: int, depth: int, device: str
+        self, dataset: Any, options: dict[str, Any], plan: SamplePlan, rank: int, skip: int, depth: int, device: str
     ) -> None:
         more = {**options, "num_workers": max(1, options.get("num_workers") or 1)}
         more["worker_init_fn"] = _Started(options.get("worker_init_fn"))
@@ -195,7 +195,7 @@ def keep_dataset(dataset: Any, options: dict[str, Any]) -> torch.Tensor:
     return token_of((dataset, options))
 
 
-def begin_loop(kept: torch.Tensor, plan: Plan, rank: int, skip: int, depth: int, device: str) -> torch.Tensor:
+def begin_loop(kept: torch.Tensor, plan: SamplePlan, rank: int, skip: int, depth: int, device: str) -> torch.Tensor:
     """Begins a loop over a dataset that is kept, of whose batches the first ``skip`` are read and dropped. Returns its
     token."""
     dataset, options = behind(kept)

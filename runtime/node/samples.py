@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..process.forked_child import EndsForkedChild
 
 
-class Item(NamedTuple):
+class PlannedSample(NamedTuple):
     """A sample that is to be read."""
 
     number: int
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """One loop over a dataset."""
 
     ranks: int
@@ -53,13 +53,13 @@ class Plan:
         for first in range(self.start, end, self.batch):
             yield [range(first + rank, min(first + self.batch, end), self.ranks) for rank in range(self.ranks)]
 
-    def items(self, size: int, rank: int | None) -> Iterator[list[Item]]:
+    def items(self, size: int, rank: int | None) -> Iterator[list[PlannedSample]]:
         """Yields the samples of each batch that a rank reads; of all ranks in turns, where none is named."""
         order = self._order(size)
         for ranks in self.batches(size):
             mine = ranks[rank] if rank is not None else sorted(at for each in ranks for at in each)
             if mine:
-                yield [Item(order[at % size], _seed(self.seed, self.epoch, at), at < size) for at in mine]
+                yield [PlannedSample(order[at % size], _seed(self.seed, self.epoch, at), at < size) for at in mine]
 
     def _order(self, size: int) -> list[int]:
         if not size:
@@ -75,7 +75,7 @@ def _seed(*of: int) -> int:
 
 
 def loader(
-    dataset: Any, plan: Plan, rank: int | None, options: Mapping[str, Any], put: Put | None = None
+    dataset: Any, plan: SamplePlan, rank: int | None, options: Mapping[str, Any], put: Put | None = None
 ) -> DataLoader[Any]:
     """Returns a DataLoader of a rank's batches, or (None) of global ones. Each is (rows of each rank, how many of these
     are no repeats, the batch), which ``put`` collates."""
@@ -87,18 +87,18 @@ def loader(
         more["worker_init_fn"] = Begun(begin)
     if isinstance(dataset, IterableDataset):
         size = plan.batch if rank is None else plan.batch // plan.ranks
-        stream = Stream(dataset, plan.ranks, rank, plan.uneven)
+        stream = SampleStream(dataset, plan.ranks, rank, plan.uneven)
         return DataLoader(stream, size, drop_last=plan.uneven == "drop", **more)
-    return DataLoader(Seeded(dataset), batch_sampler=Items(plan, len(dataset), rank), **more)
+    return DataLoader(Seeded(dataset), batch_sampler=PlannedBatchSampler(plan, len(dataset), rank), **more)
 
 
-class Items:
-    """The batch sampler of a loader: batches of ``Item``, made when they are asked for."""
+class PlannedBatchSampler:
+    """The batch sampler of a loader: batches of ``PlannedSample``, made when they are asked for."""
 
-    def __init__(self, plan: Plan, size: int, rank: int | None) -> None:
+    def __init__(self, plan: SamplePlan, size: int, rank: int | None) -> None:
         self._of = plan, size, rank
 
-    def __iter__(self) -> Iterator[list[Item]]:
+    def __iter__(self) -> Iterator[list[PlannedSample]]:
         plan, size, rank = self._of
         return plan.items(size, rank)
 
@@ -112,7 +112,7 @@ class Seeded(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitems__(self, items: list[Item]) -> list[tuple[bool, Any]]:
+    def __getitems__(self, items: list[PlannedSample]) -> list[tuple[bool, Any]]:
         alone = get_worker_info() is not None  # a process in which nobody else draws
         before = None if alone else (torch.default_generator.get_state(), random.getstate(), _numpy().get_state())
         try:
@@ -124,7 +124,7 @@ class Seeded(Dataset[Any]):
                 _numpy().set_state(before[2])
         return [(item.real, sample) for item, sample in zip(items, read, strict=True)]
 
-    def _read(self, item: Item) -> Any:
+    def _read(self, item: PlannedSample) -> Any:
         _draw_from(item.seed)
         what = f"sample {item.number} of {type(self._dataset).__name__}"
         with EndsForkedChild(what), NotTheEnd(what):
@@ -134,7 +134,7 @@ class Seeded(Dataset[Any]):
                 error.add_note(f"  {what}")
                 raise
 
-    def _read_all(self, items: list[Item]) -> Any:
+    def _read_all(self, items: list[PlannedSample]) -> Any:
         _draw_from(items[0].seed)
         indices = ", ".join(str(item.number) for item in items[:20]) + ", ..." * (len(items) > 20)
         what = f"one of samples {indices} of {type(self._dataset).__name__}"
@@ -156,7 +156,7 @@ def _draw_from(seed: int) -> None:
     _numpy().seed(seed & 0xFFFFFFFF)
 
 
-class Stream(IterableDataset[Any]):
+class SampleStream(IterableDataset[Any]):
     """The samples of an IterableDataset, of one rank or of all, each with whether it is no repeat.
 
     Each rank goes through all samples and keeps its own. The others need as many, so one is kept only once they have

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from disttensor.checkpoint.folder import Folder, read_checkpoint
 from disttensor.runtime.node import checkpoint_files as files
 from disttensor.runtime.node.checkpoint_disk import Disk, Process
-from disttensor.runtime.node.checkpoint_files import Item, Shard, Written
+from disttensor.runtime.node.checkpoint_files import FileItem, Shard, Written
 
 #: What locks are: for all, nowhere, each host's own, on one host only; "void": whoever asks has the lock, so that what
 #: keeps the last complete checkpoint is the folder alone.
@@ -264,7 +264,7 @@ class World:
                 raise folder.lost() if not folder.has_claim() else OSError(errno.EIO, "the node is gone")
             written = {item: each for item, (each,) in zip(("n", "s"), (said[0], said[None]), strict=True)}
             metadata, results = metadata_of(written)
-            folder.commit(metadata, results, [Shard(Item(n, None, None).key, *w) for n, w in written.items()])
+            folder.commit(metadata, results, [Shard(FileItem(n, None, None).key, *w) for n, w in written.items()])
             self.saved += 1
         except BaseException as error:
             self.having.pop(actor, None)
@@ -287,7 +287,12 @@ class World:
         name = "s" if node is None else "n"
         data = f"{folder.claim} {name}".encode()
         found = files.write(
-            str(self.path), folder.claim, folder.prefix(node), [Item(name, None, None)], [io.BytesIO(data)], actor.disk
+            str(self.path),
+            folder.claim,
+            folder.prefix(node),
+            [FileItem(name, None, None)],
+            [io.BytesIO(data)],
+            actor.disk,
         )
         if not isinstance(found, str):
             said[node] = [Written(*each) for each in found]
@@ -399,7 +404,7 @@ class World:
 def metadata_of(written: dict[str, Written]) -> tuple[Metadata, list[WriteResult]]:
     """torch's metadata of values with these names, and where they were written."""
     results = [
-        WriteResult(Item(name, None, None).key, each.length, _StorageInfo(each.file, each.offset, each.length))
+        WriteResult(FileItem(name, None, None).key, each.length, _StorageInfo(each.file, each.offset, each.length))
         for name, each in written.items()
     ]
     return Metadata({name: BytesStorageMetadata() for name in written}), results

@@ -27,10 +27,10 @@ from quick import some
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from disttensor.checkpoint.folder import Folder, Hashes, read_checkpoint
-from disttensor.checkpoint.turn import Owner, Turn
+from disttensor.checkpoint.turn import SaveClaim, Turn
 from disttensor.runtime.node import checkpoint_files as files
 from disttensor.runtime.node.checkpoint_disk import DISK, Disk
-from disttensor.runtime.node.checkpoint_files import Item, Shard, Written
+from disttensor.runtime.node.checkpoint_files import FileItem, Shard, Written
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -63,7 +63,7 @@ def begun(path: Path, disk: Disk = DISK) -> Folder:
     return folder
 
 
-ITEM = Item("s", None, None)
+ITEM = FileItem("s", None, None)
 
 
 def wrote(folder: Folder, data: bytes) -> Written:
@@ -140,7 +140,7 @@ def owner(path: Path, **changes: Any) -> None:
     process = DISK.process()._replace(
         **{name: changes.pop(name) for name in ("host", "boot", "pid") if name in changes}
     )
-    who = Owner("0123abcd", process, 0.0, **{"locked": False, **changes})
+    who = SaveClaim("0123abcd", process, 0.0, **{"locked": False, **changes})
     claim(path, msgspec.json.encode(who))
     (path / ".saving_0123abcd").mkdir()
 
@@ -288,7 +288,7 @@ def test_a_claim_that_a_sweep_has_emptied_is_none(tmp_path: Path) -> None:
 def test_the_claim_of_an_earlier_version(lives: bool, tmp_path: Path) -> None:
     """It was a file, not a folder."""
     (tmp_path / "c").mkdir()
-    old = Owner("0123abcd", DISK.process()._replace(host="far", boot="another", pid=77), 0.0, True)
+    old = SaveClaim("0123abcd", DISK.process()._replace(host="far", boot="another", pid=77), 0.0, True)
     (tmp_path / "c" / ".saver").write_bytes(msgspec.json.encode(old))
     with open(tmp_path / "c" / ".saver") as file:
         if lives:
