@@ -31,7 +31,7 @@ from ..runtime.host.launcher import Exited, Launcher
 from ..runtime.launch import get_launcher, registry
 from ..runtime.master.failures import line_of
 from ..runtime.node.rng_lock import guarded
-from ..runtime.node.worker import Worker
+from ..runtime.node.worker import NodeWorker
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
@@ -285,7 +285,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     if isinstance(hub, InprocHub):
         session.changes.enter_context(guarded())
         for each in bundles:
-            worker = Worker(each, hub.spoke(each.rank))
+            worker = NodeWorker(each, hub.spoke(each.rank))
             thread = threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True)
             thread.start()
             session.threads.append(thread)

@@ -32,11 +32,11 @@ Key = tuple[str, int]
 Tell = Callable[[int], object]
 
 _naming = threading.Lock()
-_actors: weakref.WeakValueDictionary[Key, Actor] = weakref.WeakValueDictionary()
+_actors: weakref.WeakValueDictionary[Key, ActorInstance] = weakref.WeakValueDictionary()
 _numbers: dict[Key, int] = {}  #: of actors that are not made yet
 
 
-class Actor:
+class ActorInstance:
     """An object of the user's, and what its methods draw from."""
 
     def __init__(self, name: str, seed: int, key: Key) -> None:
@@ -96,13 +96,13 @@ class Actor:
 
 
 class _Now(threading.local):
-    actor: Actor | None = None
+    actor: ActorInstance | None = None
 
 
 _now = _Now()
 
 
-def current() -> Actor | None:
+def current() -> ActorInstance | None:
     """Returns the actor of which this thread runs a method; None elsewhere."""
     return _now.actor
 
@@ -110,7 +110,7 @@ def current() -> Actor | None:
 class _Within:
     """The time in which this thread runs a method of an actor, after what the last one has given other streams."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: ActorInstance) -> None:
         self._actor = actor
 
     def __enter__(self) -> None:
@@ -124,7 +124,7 @@ class _Within:
 
 def make(kind: type, args: Sequence[Any], kwargs: dict[str, Any], name: str, seed: int, key: Key) -> torch.Tensor:
     """Makes an actor. Returns its token."""
-    actor = Actor(name, seed, key)
+    actor = ActorInstance(name, seed, key)
     with actor.draws, _Within(actor):
         actor.object = kind(*args, **kwargs)
     return token_of(actor, actor)
@@ -144,7 +144,7 @@ def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str
     return call_of(behind(token), method, args, kwargs)
 
 
-def call_of(actor: Actor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call_of(actor: ActorInstance, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Calls a method of an actor, when no other one of its methods runs."""
     with actor.lock, actor.draws:
         if actor.object is None:

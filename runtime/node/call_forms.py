@@ -21,7 +21,7 @@ Entries = dict[int, Entry]
 Run = Callable[[int, Any], Any]  #: called with a Call's ``out`` and ``args``
 
 
-class Slot:
+class ArgumentSlot:
     """One argument: a constant, a hole, or a list with holes in it."""
 
     __slots__ = ("holes", "kind", "parts", "value")
@@ -36,13 +36,13 @@ class Slot:
 
     def __init__(self, spec: c.Spec, device_of: Callable[[str], torch.device]) -> None:
         self.holes: list[bool] = []
-        self.parts: list[Slot] = []
+        self.parts: list[ArgumentSlot] = []
         self.value: Any = None
         if isinstance(spec, c.Hole):
             self.kind = "hole"
             self.holes = [spec.tensor]
         elif isinstance(spec, c.Items):
-            self.parts = [Slot(s, device_of) for s in spec.items]
+            self.parts = [ArgumentSlot(s, device_of) for s in spec.items]
             self.holes = [h for p in self.parts for h in p.holes]
             self.kind = "list" if self.holes else "constant"
             self.value = [p.value for p in self.parts]
@@ -70,7 +70,9 @@ def _constant(spec: c.Spec, device_of: Callable[[str], torch.device]) -> object:
             return spec
 
 
-def caller(op: Callable[..., Any], positional: list[Slot], keyword: list[tuple[str, Slot]], e: Entries) -> Run:
+def caller(
+    op: Callable[..., Any], positional: list[ArgumentSlot], keyword: list[tuple[str, ArgumentSlot]], e: Entries
+) -> Run:
     """Returns a closure that fills the holes and calls ``op``. The most frequent forms have a closure of their own."""
     form = "".join(s.letter for s in positional)
     head = form.rstrip("c")
@@ -124,15 +126,15 @@ _FORMS: dict[str, Callable[[Any, tuple[Any, ...], Entries], Run]] = {
 }
 
 
-def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e: Entries) -> Run:
+def _general(op: Any, positional: list[ArgumentSlot], keyword: list[tuple[str, ArgumentSlot]], e: Entries) -> Run:
     """Returns a closure that fills the holes and calls ``op``, for any form. Positions are found once, here."""
     base = [s.value for s in positional]
     kwbase = {k: s.value for k, s in keyword}
     tensors: list[tuple[int, int]] = []
     numbers: list[tuple[int, int]] = []
-    lists: list[tuple[int, int, Slot]] = []
+    lists: list[tuple[int, int, ArgumentSlot]] = []
     whole: list[tuple[int, range]] = []  # lists of tensors, all of them holes
-    named: list[tuple[str, int, Slot]] = []
+    named: list[tuple[str, int, ArgumentSlot]] = []
     at = 0
     for i, slot in enumerate(positional):
         if slot.kind == "hole":
@@ -166,7 +168,7 @@ def _general(op: Any, positional: list[Slot], keyword: list[tuple[str, Slot]], e
     return call
 
 
-def _fill(slot: Slot, args: Iterator[Any], out: int, e: Entries) -> Any:
+def _fill(slot: ArgumentSlot, args: Iterator[Any], out: int, e: Entries) -> Any:
     if slot.kind == "hole":
         return e[out - next(args)] if slot.holes[0] else next(args)
     if slot.kind == "list":

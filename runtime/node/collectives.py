@@ -26,7 +26,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveRun:
     """A collective that a rank runs: the command, the rank's end of it, and the algorithm, if one was named."""
 
     command: c.Collective
@@ -46,13 +46,13 @@ class Call:
         return self.command.hosts or None
 
 
-def _shift(call: Call, inputs: Tensors, outs: Tensors) -> None:
+def _shift(call: CollectiveRun, inputs: Tensors, outs: Tensors) -> None:
     me, size = call.wire.me, call.wire.size
     collective.sendreceive(call.wire, inputs[0], outs[0], (me + call.root) % size, (me - call.root) % size)
 
 
 #: What runs each kind of collective where every rank has one tensor, or one for each rank.
-RUNNERS: dict[str, Callable[[Call, Tensors, Tensors], None]] = {
+RUNNERS: dict[str, Callable[[CollectiveRun, Tensors, Tensors], None]] = {
     "all_reduce": lambda it, ins, outs: collective.all_reduce(it.wire, ins[0], outs[0], it.op, it.way, it.hosts),
     "reduce": lambda it, ins, outs: collective.reduce(it.wire, ins[0], next(iter(outs), None), it.root, it.op, it.way),
     "broadcast": lambda it, ins, outs: collective.broadcast(it.wire, (ins or outs)[0], it.root, it.way, it.hosts),
@@ -68,11 +68,11 @@ RUNNERS: dict[str, Callable[[Call, Tensors, Tensors], None]] = {
 Between = Callable[[Tensors, Tensors], None]
 
 
-def _reduce_shares(call: Call, inputs: Tensors, outs: Tensors, between: Between) -> None:
+def _reduce_shares(call: CollectiveRun, inputs: Tensors, outs: Tensors, between: Between) -> None:
     shares.reduced(call.wire, call.op, inputs, outs, sum(call.command.shares), between)
 
 
-def _gather_shares(call: Call, inputs: Tensors, outs: Tensors, between: Between) -> None:
+def _gather_shares(call: CollectiveRun, inputs: Tensors, outs: Tensors, between: Between) -> None:
     if len(outs) == 1:
         shares.gathered_into(inputs, outs[0], call.command.shares, between)
     else:
@@ -80,7 +80,7 @@ def _gather_shares(call: Call, inputs: Tensors, outs: Tensors, between: Between)
 
 
 #: What runs each kind of collective for which a rank may have several tensors, by ``between``, which runs it for one.
-SHARES: dict[str, Callable[[Call, Tensors, Tensors, Between], None]] = {
+SHARES: dict[str, Callable[[CollectiveRun, Tensors, Tensors, Between], None]] = {
     "all_reduce": _reduce_shares,
     "reduce": _reduce_shares,
     "broadcast": lambda it, ins, outs, between: shares.broadcast(ins, outs, between),
@@ -96,7 +96,9 @@ def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) 
     run = RUNNERS.get(command.kind)
     if run is None:
         raise ProtocolError(f"there is no collective {command.kind!r}")
-    call = Call(command, wire, Way(command.algorithm, command.base, command.chunk) if command.algorithm else None)
+    call = CollectiveRun(
+        command, wire, Way(command.algorithm, command.base, command.chunk) if command.algorithm else None
+    )
 
     def between(ins: Tensors, into: Tensors) -> None:
         if command.algorithm == NATIVE:

@@ -24,7 +24,7 @@ from ..protocol.failure_ids import Poison, earliest
 from ..protocol.traits import TRAITS
 from . import collectives, warned
 from .failures import name_of
-from .graphs.graphs import Graphs
+from .graphs.graphs import NodeGraphs
 from .state import NodeState, PoisonRead
 from .store import Later, NotReplayed, Pending
 from .streams.events import Events
@@ -51,7 +51,7 @@ class Executor(NodeState):
         super().__init__(rank, emit, channels, allow, functions, simulate_cuda, progress)
         self.stopped = False
         self.events = Events(self)
-        self.graphs = Graphs(self, self.one, self.failed)
+        self.graphs = NodeGraphs(self, self.one, self.failed)
         self._forgotten: set[int] = set()  #: templates to drop as soon as no graph needs them
         self._lanes: Scheduler | None = None
         self._beside = False  #: whether there are streams

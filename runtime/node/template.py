@@ -14,7 +14,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.arguments import holes
 from ..protocol.errors import ProtocolError
 from . import geometry
-from .call_forms import Entries, Run, Slot, caller
+from .call_forms import ArgumentSlot, Entries, Run, caller
 from .op_fast_path import fast_path, plain_path
 from .warned import dropping
 
@@ -48,8 +48,8 @@ class Template:
         for name, _ in define.kwargs:
             if name not in known:
                 raise ProtocolError(f"{define.op} has no argument {name!r}; it has {', '.join(sorted(known))}")
-        positional = [Slot(s, device_of) for s in define.args]
-        keyword = [(k, Slot(s, device_of)) for k, s in define.kwargs]
+        positional = [ArgumentSlot(s, device_of) for s in define.args]
+        keyword = [(k, ArgumentSlot(s, device_of)) for k, s in define.kwargs]
         #: for each of a Call's arguments, whether it is a tensor
         self.holes = tuple(hole for slot in (*positional, *(s for _, s in keyword)) for hole in slot.holes)
         #: indices into a Call's arguments of the tensors that the operator writes
@@ -154,9 +154,11 @@ def _dropping(over: Callable[[Entries], Run], e: Entries) -> Run:
     return dropping(over(e))
 
 
-def _mutated(op: torch._ops.OpOverload, positional: list[Slot], keyword: dict[str, Slot]) -> Iterator[int]:
+def _mutated(
+    op: torch._ops.OpOverload, positional: list[ArgumentSlot], keyword: dict[str, ArgumentSlot]
+) -> Iterator[int]:
     at = 0
-    starts: dict[str, tuple[int, Slot]] = {}
+    starts: dict[str, tuple[int, ArgumentSlot]] = {}
     for argument, slot in zip(op._schema.arguments, positional, strict=False):
         starts[argument.name] = (at, slot)
         at += len(slot.holes)

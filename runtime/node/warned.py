@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Template(Protocol):
+class HeardTemplate(Protocol):
     """The part of a template (template.py) that hearing needs."""
 
     foreseen: bool
@@ -172,7 +172,7 @@ def _module_at(filename: str, lineno: int) -> str:
     return filename.removesuffix(".py")
 
 
-def hear(template: Template, run: Run, call: c.Call, emit: Emit, number: int) -> Any:
+def hear(template: HeardTemplate, run: Run, call: c.Call, emit: Emit, number: int) -> Any:
     """Runs a template's first call, or one after a loud first call, and tells what kernels warn of, except what the
     script has foreseen."""
     if template.foreseen or not role.is_node():

@@ -64,7 +64,7 @@ ALIVE = 0.5
 EX_MASTER_GONE = 75
 
 
-class Worker:
+class NodeWorker:
     """One node: it takes commands from a spoke, has an executor apply them, and sends the replies."""
 
     def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
@@ -92,7 +92,7 @@ class Worker:
         )
 
     def __repr__(self) -> str:
-        return f"<Worker node={self.bundle.rank} done={self.executor.done} told={self._told}>"
+        return f"<NodeWorker node={self.bundle.rank} done={self.executor.done} told={self._told}>"
 
     def hello(self) -> c.Hello:
         cuda = self.bundle.simulate_cuda or torch.cuda.device_count()
@@ -236,7 +236,7 @@ def start(bundle: Bundle) -> int:
     spoke = ZmqSpoke(
         address, bundle.server_key, bundle.public_key, bundle.secret_key, bundle.rank, silence=bundle.silence
     )
-    worker = Worker(bundle, spoke)
+    worker = NodeWorker(bundle, spoke)
     if not bundle.side_addresses:
         return worker.serve()
     set_own(bundle, addresses.index(address))

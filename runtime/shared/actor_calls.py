@@ -309,7 +309,7 @@ def hold(number: int, found: ServiceRoute, about: About) -> torch.Tensor:
 
 def serve(token: torch.Tensor, number: int, found: ServiceRoute, about: About) -> None:
     """Has an actor of this node be called by others."""
-    actor: actors.Actor = behind(token)
+    actor: actors.ActorInstance = behind(token)
     reach = Reach(number, found, about)
     ask = reach.asking()
     with actor.lock:
@@ -321,7 +321,7 @@ def serve(token: torch.Tensor, number: int, found: ServiceRoute, about: About) -
     ).start()
 
 
-def _serve(actor: actors.Actor, reach: Reach, place: where.Where | None) -> None:
+def _serve(actor: actors.ActorInstance, reach: Reach, place: where.Where | None) -> None:
     """Does the calls of others, one after the other, until the actor or the session has ended."""
     compute_as_told()
     ask, number = reach.asking(), reach._number
@@ -343,7 +343,11 @@ def _serve(actor: actors.Actor, reach: Reach, place: where.Where | None) -> None
 
 
 def _do(
-    actor: actors.Actor, reach: Reach, place: where.Where | None, answer: ObjectAnswer, handles: list[ActorHandle]
+    actor: actors.ActorInstance,
+    reach: Reach,
+    place: where.Where | None,
+    answer: ObjectAnswer,
+    handles: list[ActorHandle],
 ) -> tuple[bool, Item]:
     """Does a call; returns whether it has raised, and what tells of it."""
     what = f"{actor.name}.{answer.why}()"

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import disttensor as dt
 from disttensor.runtime.node.graphs.engines import builder, switching
 from disttensor.runtime.node.graphs.engines.builder import Build, Builder
-from disttensor.runtime.node.graphs.engines.switching import Choice
+from disttensor.runtime.node.graphs.engines.switching import SwitchingEngine
 from disttensor.runtime.node.graphs.interpreter import Interpreter
 from disttensor.runtime.node.store import memory
 
@@ -93,7 +93,7 @@ def test_a_compiled_program_does_what_the_interpreter_does(
 ) -> None:
     program, inputs = record(Everything(), 3)
     ours, theirs = copies(inputs), copies(inputs)
-    engine = Choice(program, Interpreter(program), "inductor", builders)
+    engine = SwitchingEngine(program, Interpreter(program), "inductor", builders)
     numbers = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (0.5, 1, 1.0), (0.1, 0.2, 0.3))
     with torch.no_grad():
         for i, values in enumerate(numbers):
@@ -119,7 +119,7 @@ def test_a_compiled_program_does_what_the_interpreter_does(
 
         # a second process finds it in the folder
         monkeypatch.setattr(subprocess, "Popen", None)
-        again = Choice(program, Interpreter(program), "inductor", Builder())
+        again = SwitchingEngine(program, Interpreter(program), "inductor", Builder())
         again.run(copies(inputs), numbers[0])
         assert again.used == "inductor"
     assert not caplog.records
@@ -140,7 +140,7 @@ def test_random_programs(folder: str, builders: Builder, threads: int) -> None:
         program, inputs = record(
             lambda: [t for plan, pool in zip(plans, pools, strict=True) for t in play(plan, pool)], 3
         )
-        engine = Choice(program, Interpreter(program), "inductor", builders)
+        engine = SwitchingEngine(program, Interpreter(program), "inductor", builders)
         ours, theirs = copies(inputs), copies(inputs)
         engine.run(copies(inputs), (0.1, 0.2, 0.3))
         assert engine.wait()
@@ -163,9 +163,9 @@ def alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert kin[0] == kin[1]
 
 
-def simple(builders: Builder, engine: str = "inductor", **plan: Any) -> tuple[Choice, list[Tensor]]:
+def simple(builders: Builder, engine: str = "inductor", **plan: Any) -> tuple[SwitchingEngine, list[Tensor]]:
     program, inputs = record(lambda: [(torch.ones(3) + 1) * 2 - 1])
-    return Choice(program, Interpreter(program), engine, builders), inputs
+    return SwitchingEngine(program, Interpreter(program), engine, builders), inputs
 
 
 def test_no_compiler_is_told_once(
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_told_if_asked_for(
 ) -> None:
     for name, messages in (("inductor", 1), ("auto", 1)):
         program, inputs = record(lambda: [torch.linalg.inv(torch.eye(3) + 1)])
-        engine = Choice(program, Interpreter(program), name, builders)
+        engine = SwitchingEngine(program, Interpreter(program), name, builders)
         engine.run(inputs, ())
         assert engine.wait(HANG)
         engine.run(inputs, ())
@@ -289,7 +289,7 @@ def test_auto_keeps_what_was_faster(slower: float, kept: str, monkeypatch: pytes
     }
     monkeypatch.setattr(build, "library", lambda: library)
     monkeypatch.setattr(Builder, "build", lambda self, text: build)
-    engine = Choice(program, Plain(program), "auto", Builder())
+    engine = SwitchingEngine(program, Plain(program), "auto", Builder())
     for _ in range(3):
         assert engine.run(inputs, ())[0].tolist() == [2, 2, 2]
         assert engine.used == "interpreter"

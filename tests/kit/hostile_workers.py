@@ -15,7 +15,7 @@ import msgspec
 from aftermath import now
 
 from disttensor.runtime.node import worker
-from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.arguments import Addresses
@@ -48,9 +48,9 @@ def _lying(lie: str) -> Callable[[int], int]:
     ranks = (0, 1) if lie == "unreachable" else (1,)
 
     def main(lifeline: int) -> int:
-        honest = Worker.hello
+        honest = NodeWorker.hello
 
-        def hello(self: Worker) -> c.Hello:
+        def hello(self: NodeWorker) -> c.Hello:
             said = honest(self)
             if self.bundle.rank in ranks:
                 _stamp()
@@ -59,7 +59,7 @@ def _lying(lie: str) -> Callable[[int], int]:
                 os.read(lifeline, 1)  # which comes to its end when this node is given up
             return said
 
-        Worker.hello = hello  # type: ignore[method-assign]
+        NodeWorker.hello = hello  # type: ignore[method-assign]
         return worker.main(lifeline)
 
     return main
@@ -73,23 +73,23 @@ addresses, devices, torch, protocol, unreachable, host = (_lying(lie) for lie in
 def broken(lifeline: int) -> int:
     """Node 1 ends while it starts, after more lines than are kept."""
 
-    def hello(self: Worker) -> c.Hello:
+    def hello(self: NodeWorker) -> c.Hello:
         for number in range(30):
             print(f"line {number}", file=sys.stderr)
         _stamp()
         raise ImportError("no such library")
 
-    honest = Worker.hello
-    Worker.hello = lambda self: hello(self) if self.bundle.rank == 1 else honest(self)  # type: ignore[method-assign]
+    honest = NodeWorker.hello
+    NodeWorker.hello = lambda self: hello(self) if self.bundle.rank == 1 else honest(self)  # type: ignore[method-assign]
     return worker.main(lifeline)
 
 
-def _this_worker() -> Worker:
-    return next(found for found in gc.get_objects() if type(found) is Worker)
+def _this_worker() -> NodeWorker:
+    return next(found for found in gc.get_objects() if type(found) is NodeWorker)
 
 
 #: What a node that was taken over may say without end, or once: for dt.run.
-SAYINGS: dict[str, Callable[[Worker], tuple[c.Reply, ...]]] = {
+SAYINGS: dict[str, Callable[[NodeWorker], tuple[c.Reply, ...]]] = {
     "nothing": lambda own: (),
     "what nobody asked for": lambda own: (c.Answer(10**9, "x" * 1_000_000),),
     "failures": lambda own: (c.Failed(0, "o" * 250, "builtins.SystemExit", "m" * 3000, "t" * 3000),),

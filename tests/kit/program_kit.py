@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from disttensor.runtime.node.graphs.engines import fitness, listing, tracing
 from disttensor.runtime.node.graphs.engines.builder import Build, Builder
 from disttensor.runtime.node.graphs.engines.registry import ENGINES
-from disttensor.runtime.node.graphs.engines.switching import Choice
+from disttensor.runtime.node.graphs.engines.switching import SwitchingEngine
 from disttensor.runtime.node.graphs.interpreter import Interpreter
 from disttensor.runtime.node.graphs.program import Line, Num, Program, Reg
 from disttensor.runtime.node.store import memory
@@ -156,7 +156,7 @@ def built() -> list[str]:
 
 def trace_on_nodes() -> None:
     """For dt.run: makes "inductor" the traced form on this node, which needs no C++ compiler, and no time."""
-    ENGINES["inductor"] = lambda program, builder: Choice(program, Interpreter(program), "auto", Here())
+    ENGINES["inductor"] = lambda program, builder: SwitchingEngine(program, Interpreter(program), "auto", Here())
 
 
 # ---- random programs -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from disttensor.runtime.node import receive_ahead
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.node.store import Pending
 from disttensor.runtime.node.user_functions import key_of
-from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
@@ -80,7 +80,7 @@ def test_bytes_come_while_the_node_is_busy() -> None:
             (c.Stop(),),
         )
     )
-    worker = Worker(Bundle(job=job, rank=0, address="", backend="inproc"), script)
+    worker = NodeWorker(Bundle(job=job, rank=0, address="", backend="inproc"), script)
     channel.connect({0: PeerInfo(0, worker.executor.channel.address(), key)})
     thread = threading.Thread(target=worker.serve)
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from disttensor.runtime.master import command_queue, outbox
 from disttensor.runtime.node import worker
-from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
@@ -41,7 +41,7 @@ def told(messages: int, commands: int, size: int) -> list[int]:
     batches = [c.Batch(first, (piece,) * commands) for first in range(0, messages * commands, commands)]
     script = Script([*map(codec.encode, batches), codec.encode(c.Batch(messages * commands, (c.Stop(),)))])
     bundle = Bundle(job=f"worker {messages} {commands} {size}", rank=0, address="", backend="inproc")
-    thread = threading.Thread(target=Worker(bundle, script).serve)
+    thread = threading.Thread(target=NodeWorker(bundle, script).serve)
     thread.start()
     thread.join()
     return script.told[1:]
@@ -65,7 +65,7 @@ def test_the_window_opens_before_it_is_full() -> None:
 def test_a_master_that_has_gone_before_the_hello() -> None:
     """As when another node has failed to start meanwhile: it ends as it does later, and says nothing."""
     hub = InprocHub(1)
-    node = Worker(Bundle(job="worker gone", rank=0, address="", backend="inproc"), hub.spoke(0))
+    node = NodeWorker(Bundle(job="worker gone", rank=0, address="", backend="inproc"), hub.spoke(0))
     hub.close()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(node.serve).result() == worker.EX_MASTER_GONE

@@ -83,7 +83,7 @@ def test_the_calls_of_an_actor_come_one_after_the_other_on_whatever_streams(log:
         def close(self) -> None:
             log.append(("close",))
 
-    actor = actors.Actor("Thing", 0, ("job", 1))
+    actor = actors.ActorInstance("Thing", 0, ("job", 1))
     actor.object = Thing()
     assert [actors.call_of(actor, "call", (k,), {}) for k in (1, 2)] == [1, 2]
     actor.close()

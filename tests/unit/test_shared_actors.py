@@ -189,9 +189,9 @@ def test_who_waits_is_told_once_there_is_a_number() -> None:
     """The number comes before the actor is made, while it waits, or between two waits."""
     told: list[Any] = []
     node_actors.number(("job", 1), 7)
-    made = node_actors.Actor("first", 0, ("job", 1))
+    made = node_actors.ActorInstance("first", 0, ("job", 1))
     made.awaits(lambda number: told.append(("first", number)))
-    late = node_actors.Actor("second", 0, ("job", 2))
+    late = node_actors.ActorInstance("second", 0, ("job", 2))
     late.awaits(lambda number: told.append(("not any more", number)))
     late.awaits(None)
     late.awaits(lambda number: told.append(("second", number)))

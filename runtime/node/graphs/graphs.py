@@ -46,7 +46,7 @@ class Single:
 
 
 @dataclass
-class Segment:
+class GraphSegment:
     """A step of many Calls."""
 
     at: int
@@ -61,10 +61,10 @@ class Segment:
 
 
 @dataclass
-class Graph:
+class NodeGraph:
     """One recording: its steps, inputs and outputs."""
 
-    steps: list[Single | Segment]
+    steps: list[Single | GraphSegment]
     frees: list[list[int]]  #: after each step: refs from earlier ones that nothing needs any more
     inputs: tuple[int, ...]
     outputs: set[int]
@@ -89,7 +89,7 @@ def _top(parts: _Parts) -> int:
     return max((n for hole in parts.numbers.values() for n in hole.values()), default=-1) + 1
 
 
-class Graphs:
+class NodeGraphs:
     """A node's graphs.
 
     ``one`` applies a recorded command; ``failed`` is the way out of one that an engine could not do.
@@ -100,7 +100,7 @@ class Graphs:
     ) -> None:
         self._node, self._one, self._failed_one = node, one, failed
         self._parts: dict[int, _Parts] = {}
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int, NodeGraph] = {}
         self._builder = Builder()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Graphs:
     def engines(self, number: int) -> tuple[tuple[str, str], ...]:
         """Returns for each program of a graph the engine that ran it last, and the reason why no other does."""
         graph = self._graphs.get(number)
-        programs = [s.engine for s in graph.steps if type(s) is Segment] if graph is not None else []
+        programs = [s.engine for s in graph.steps if type(s) is GraphSegment] if graph is not None else []
         return tuple((engine.used, codec.one_line(engine.why)) for engine in programs)
 
     def templates(self) -> set[int]:
@@ -142,13 +142,13 @@ class Graphs:
 
     # ---- building --------------------------------------------------------------------------------------------------
 
-    def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> Graph:
+    def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> NodeGraph:
         commands, node = parts.commands, self._node
         reads, makes = zip(*map(self._refs, commands), strict=True) if commands else ((), ())
         stays = {*command.outputs, *command.returned} - {0}
         last = {ref: i for i in range(len(commands)) for ref in (*reads[i], *makes[i])}
         born = {ref: i for i in range(len(commands)) for ref in makes[i]}
-        steps: list[Single | Segment] = []
+        steps: list[Single | GraphSegment] = []
         ends: list[int] = []  # per step: the place in the recording after it
         run: list[int] = []
         awaited: set[int] = set()
@@ -182,7 +182,7 @@ class Graphs:
         named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
         top = _top(parts)
         switches = any(isinstance(recorded, c.Switch) for recorded in commands)
-        return Graph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top, switches)
+        return NodeGraph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top, switches)
 
     def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
         """Returns the refs that a command reads or writes in place, and those that it makes."""
@@ -192,7 +192,7 @@ class Graphs:
 
     def _segment(
         self, run: list[int], parts: _Parts, last: dict[int, int], stays: set[int], make: Callable[[Program], Engine]
-    ) -> Segment:
+    ) -> GraphSegment:
         calls: list[c.Call] = [parts.commands[i] for i in run]  # type: ignore[misc]
         holes = [sorted(parts.numbers.get(i, {}).items()) for i in run]
         lines = [
@@ -208,7 +208,7 @@ class Graphs:
             dead[place[last[ref]]].append(ref)
         new = any(type(call) is c.First for call in calls)
         found = self._heard(found, calls, run[0])
-        return Segment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new, make)
+        return GraphSegment(run[0], calls, holes, found, make(found), dead, tuple(writers(found)), new, make)
 
     def _heard(self, program: Program, calls: Sequence[c.Call], first: int) -> Program:
         """Returns a program in which calls that warn are heard; ``first``: the place of its first call in the
@@ -256,7 +256,7 @@ class Graphs:
         run = self._run if node.take_over is in_order else self._run_beside
         try:
             for step, frees in zip(graph.steps, graph.frees, strict=True):
-                if type(step) is Segment:
+                if type(step) is GraphSegment:
                     run(step, numbers)
                 else:
                     self._single(step, command.transfer)  # type: ignore[arg-type]
@@ -276,12 +276,12 @@ class Graphs:
             self._end(graph, kept)
             raise
 
-    def _give(self, graph: Graph, refs: tuple[int, ...]) -> None:
+    def _give(self, graph: NodeGraph, refs: tuple[int, ...]) -> None:
         """Gives results the refs that this replay names: copies where the next replay would write over them."""
         if not refs:
             return
         entries = self._node.store.entries
-        static = any([type(s) is Segment and s.engine.static for s in graph.steps])
+        static = any([type(s) is GraphSegment and s.engine.static for s in graph.steps])
         outputs = {memory(t) for o in graph.outputs if isinstance(t := entries.get(o), torch.Tensor)}
         for ref, new in zip(graph.returned, refs, strict=True):
             if not ref:
@@ -293,7 +293,7 @@ class Graphs:
                 result = geometry.copied(result)
             entries[new] = result
 
-    def _begin(self, graph: Graph) -> dict[int, torch.Tensor]:
+    def _begin(self, graph: NodeGraph) -> dict[int, torch.Tensor]:
         """Lets go of the last replay's outputs. Returns those whose memory others see, or are going to: it gets the new
         values."""
         entries = self._node.store.entries
@@ -325,7 +325,7 @@ class Graphs:
             return value if isinstance(value, torch.Tensor) and (id(entry) in viewed or seen(value, viewed)) else None
         return made(entry) if entry is not None and seen(entry, viewed) else None
 
-    def _end(self, graph: Graph, kept: dict[int, torch.Tensor]) -> None:
+    def _end(self, graph: NodeGraph, kept: dict[int, torch.Tensor]) -> None:
         store = self._node.store
         if store.sending and kept:
             store.settle(list(kept.values()))
@@ -347,7 +347,7 @@ class Graphs:
             else:
                 graph.orphans[ref] = old
 
-    def _spoil(self, graph: Graph, old: torch.Tensor, poison: Poison) -> None:
+    def _spoil(self, graph: NodeGraph, old: torch.Tensor, poison: Poison) -> None:
         """Poisons the views of an output that a replay failed to make, until one makes it: they would show the values
         of another replay."""
         entries = self._node.store.entries
@@ -365,7 +365,7 @@ class Graphs:
             self._node.take_over([self._awaited(ref) for ref in self._refs(command)[0]])
         self._one(command)
 
-    def _run_beside(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
+    def _run_beside(self, segment: GraphSegment, numbers: tuple[Any, ...]) -> None:
         """Runs a segment on a device that has other streams besides."""
         node, entries = self._node, self._node.store.entries
         inputs = [self._awaited(r) for r in segment.program.inputs]
@@ -375,7 +375,7 @@ class Graphs:
         finally:
             node.take_over([*inputs, *map(entries.get, segment.program.outputs)])
 
-    def _run(self, segment: Segment, numbers: tuple[Any, ...]) -> None:
+    def _run(self, segment: GraphSegment, numbers: tuple[Any, ...]) -> None:
         node, entries = self._node, self._node.store.entries
         inputs: list[Any] = list(map(entries.get, segment.program.inputs))
         if not all([isinstance(t, torch.Tensor) for t in inputs]):  # a list: faster than a generator
@@ -407,7 +407,7 @@ class Graphs:
         except (KeyError, DisttensorError):
             return None
 
-    def _failed(self, segment: Segment, error: Exception, numbers: tuple[Any, ...]) -> None:
+    def _failed(self, segment: GraphSegment, error: Exception, numbers: tuple[Any, ...]) -> None:
         node, entries = self._node, self._node.store.entries
         halted = segment.engine.halted(error)
         if halted is None:
@@ -425,7 +425,7 @@ class Graphs:
         self._free(segment.dead[at])
         self._plainly(segment, at + 1, numbers)
 
-    def _plainly(self, segment: Segment, first: int, numbers: tuple[Any, ...]) -> None:
+    def _plainly(self, segment: GraphSegment, first: int, numbers: tuple[Any, ...]) -> None:
         """Does the segment's calls one by one, from number ``first`` on."""
         for i in range(first, len(segment.calls)):
             self._node.at = segment.at + i
@@ -437,7 +437,7 @@ class Graphs:
             self._node.store.entries.pop(ref, None)
 
     @staticmethod
-    def _call(segment: Segment, i: int, numbers: tuple[Any, ...]) -> c.Call:
+    def _call(segment: GraphSegment, i: int, numbers: tuple[Any, ...]) -> c.Call:
         call = segment.calls[i]
         if not segment.holes[i]:
             return call

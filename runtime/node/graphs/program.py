@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from ...protocol import commands as c
-from ..call_forms import Slot
+from ..call_forms import ArgumentSlot
 from ..op_fast_path import fast_path
 from ..template import Template
 
@@ -127,7 +127,7 @@ def line_of_call(template: Template, call: c.Call, numbers: Mapping[int, int]) -
     """Turns a recorded call into a line over its refs. ``numbers``: index of an argument -> number that replaces it."""
     at = 0
 
-    def fill(slot: Slot) -> Any:
+    def fill(slot: ArgumentSlot) -> Any:
         nonlocal at
         if slot.kind == "constant":
             return slot.value

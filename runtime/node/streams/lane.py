@@ -47,7 +47,7 @@ class Mark(Ticket, Other):
         return (self.time - first.time) / 1e6
 
 
-class Task:
+class LaneTask:
     """A unit of a lane's work.
 
     Attributes:
@@ -100,10 +100,10 @@ class Task:
 class Lane(Other):
     """A stream, or the queue of sends to one peer. It has a thread while it has work, and a little longer."""
 
-    def __init__(self, name: str, perform: Callable[[Lane, Task], None], done: Callable[[Lane], None]) -> None:
+    def __init__(self, name: str, perform: Callable[[Lane, LaneTask], None], done: Callable[[Lane], None]) -> None:
         self.name = name
         #: queued tasks, the first of them being done; the queueing thread appends, the lane's thread removes done ones
-        self.order: deque[Task] = deque()
+        self.order: deque[LaneTask] = deque()
         #: the operands of the task that is being done; templates' closures for this lane read them
         self.values: Values = {}
         self.twins: dict[Any, Any] = {}  #: those closures, by template
@@ -111,14 +111,14 @@ class Lane(Other):
         self.ended = False
         self._perform = perform
         self._done = done
-        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._queue: SimpleQueue[LaneTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  #: held while a thread is started, or decides to end
 
     def __repr__(self) -> str:
         return f"<Lane {self.name} queued={len(self.order)}>"
 
-    def put(self, task: Task) -> None:
+    def put(self, task: LaneTask) -> None:
         """Queues a task. Called by one thread only. Raises RuntimeError where the system has no thread for it."""
         self.order.append(task)
         with self._starting:
@@ -168,7 +168,7 @@ class Lane(Other):
                 self.order.popleft()
                 self._done(self)
 
-    def _next(self) -> Task | None:
+    def _next(self) -> LaneTask | None:
         while True:
             try:
                 # None, from ``end``, only wakes the thread: a mark may follow it, while there is something to do

@@ -20,7 +20,7 @@ from ..state import NodeState, in_order
 from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, release
 from ..user_functions import Outcome
 from . import cuda_lane
-from .lane import Lane, Mark, Task, Values, when_all
+from .lane import Lane, LaneTask, Mark, Values, when_all
 
 #: The number of a lane's tasks between two checks of whether a report to the master is due.
 OFTEN = 64
@@ -48,7 +48,7 @@ class Lanes:
 
     # ---- the receiving thread --------------------------------------------------------------------------------------
 
-    def put(self, lane: Lane, task: Task) -> None:
+    def put(self, lane: Lane, task: LaneTask) -> None:
         """Queues a task, and puts promises of its outputs into the store."""
         for ref, promise in (*task.outs, *task.writes):
             if ref:
@@ -101,7 +101,7 @@ class Lanes:
         """Queues a mark that is reached when ``lane`` has done all that is queued on it."""
         mark = Mark()
         self.put(
-            lane, Task(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach(), over=True)
+            lane, LaneTask(self.node.seq, "Mark", lambda values: mark.reach(), spoil=lambda _: mark.reach(), over=True)
         )
         return mark
 
@@ -157,7 +157,7 @@ class Lanes:
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
-    def perform(self, lane: Lane, task: Task) -> None:
+    def perform(self, lane: Lane, task: LaneTask) -> None:
         """Does a task: waits for its operands, runs it, keeps its promises. Raises nothing."""
         poison: Poison | None = None
         values = lane.values
@@ -203,7 +203,7 @@ class Lanes:
         if self.entries.get(ref) is later:
             self._arrived.append((ref, later))
 
-    def _run(self, lane: Lane, task: Task, values: Values) -> Sequence[Value | None]:
+    def _run(self, lane: Lane, task: LaneTask, values: Values) -> Sequence[Value | None]:
         if not self.cuda:
             return task.run(values) or ()
         results: Sequence[Value | None] = ()
@@ -213,7 +213,7 @@ class Lanes:
             results = task.run(values) or ()
         return results
 
-    def _gather(self, task: Task, values: Values, tell: Callable[[Exception], Poison]) -> Poison | None:
+    def _gather(self, task: LaneTask, values: Values, tell: Callable[[Exception], Poison]) -> Poison | None:
         """Waits for a task's operands, and puts them into ``values``; returns the poison among them, if any."""
         read: list[Poison] = []
         for ref, entry in task.reads.items():
@@ -240,7 +240,7 @@ class Lanes:
                 read.append(tainted[0])
         return earliest(read)
 
-    def _spoil(self, task: Task, values: Values, poison: Poison) -> None:
+    def _spoil(self, task: LaneTask, values: Values, poison: Poison) -> None:
         for ref, _ in () if task.keeps else task.writes:
             target = values.get(ref)
             if isinstance(target, torch.Tensor):

@@ -30,7 +30,7 @@ from ..template import Template, tensors_of
 from ..user_functions import Returned
 from .cuda_lane import CudaLane, CudaMark, keep_for_default, on, sign
 from .events import Events
-from .lane import Lane, Results, Run, Task, Values, when_all
+from .lane import Lane, LaneTask, Results, Run, Values, when_all
 from .lanes import Lanes
 
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
@@ -195,7 +195,7 @@ class Scheduler(Lanes):
     ) -> None:
         entries = self.entries
         captured = {ref: entries[ref] for ref in reads}
-        self.put(lane, Task(self.node.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
+        self.put(lane, LaneTask(self.node.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
 
     def _call(self, lane: Lane, call: c.Call) -> None:
         template = self.node.templates[call.template]
@@ -328,7 +328,7 @@ class Scheduler(Lanes):
 
         reads = {ref: self._operand(ref, command.kind) for ref in (*command.inputs, *command.outs)}
         waits = [self.mark(lane)] if lane.order else []
-        self.put(collective, Task(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
+        self.put(collective, LaneTask(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
         if not command.done:
             self._task(lane, command.kind, _nothing, waits=[self.mark(collective)])
 
@@ -399,7 +399,7 @@ class Scheduler(Lanes):
             self._to_peer(command, entry)
         else:
             reached = Promise()
-            task = Task(self.node.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
+            task = LaneTask(self.node.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
             self.put(lane, task)
             self._to_peer(command, reached)
 
@@ -423,7 +423,7 @@ class Scheduler(Lanes):
                 sent.finish()
 
         self.store.sending.append((entry, sent))
-        self.put(lane, Task(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
+        self.put(lane, LaneTask(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
 
     def _recv(self, lane: Lane, command: c.Recv) -> None:
         self._apply(command)

@@ -11,7 +11,7 @@ from ..interpreter import Interpreter
 from ..program import Engine, Program
 from .builder import Builder
 from .cuda import CudaGraph
-from .switching import Choice
+from .switching import SwitchingEngine
 
 #: The least number of lines of a program that "auto" has compiled.
 WORTH = 4
@@ -46,7 +46,7 @@ class Auto:
             elif len(self._program.lines) < WORTH:
                 self._short = True
             else:
-                self._engine = Choice(self._program, self._engine, "auto", self._builder)
+                self._engine = SwitchingEngine(self._program, self._engine, "auto", self._builder)
         return self._engine.run(inputs, numbers)
 
     def halted(self, error: Exception) -> tuple[int, dict[int, Tensor]] | None:
@@ -55,7 +55,7 @@ class Auto:
 
 ENGINES: dict[str, Callable[[Program, Builder], Engine]] = {
     "interpreter": lambda program, builder: Interpreter(program),
-    "inductor": lambda program, builder: Choice(program, Interpreter(program), "inductor", builder),
+    "inductor": lambda program, builder: SwitchingEngine(program, Interpreter(program), "inductor", builder),
     "cudagraph": lambda program, builder: CudaGraph(program, Interpreter(program)),
     "auto": Auto,
 }

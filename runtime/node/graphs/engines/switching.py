@@ -20,7 +20,7 @@ _log = logging.getLogger("disttensor")
 TRIALS = 5
 
 
-class Choice:
+class SwitchingEngine:
     """The engine that chooses: a program's interpreter and, once there is one, its compiled form.
 
     ``engine``: "inductor" takes the compiled form whenever it is there; "auto" only if it has been the faster one.
