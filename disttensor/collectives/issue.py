@@ -45,7 +45,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
-class Part:
+class CollectivePart:
     """One node's part in a collective: the tensors that it reads and the tensors that it writes."""
 
     inputs: Sequence[torch.Tensor] = ()
@@ -63,7 +63,7 @@ class CollectiveCall:
 
     kind: str  #: the name of its row in KINDS
     group: Group  #: of several along dims of a mesh that one which may be on several hosts, where any is
-    parts: list[Part]
+    parts: list[CollectivePart]
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     algorithm: str | Way | None = None

@@ -14,7 +14,19 @@ from ..futures.work import Work
 from ..session.current import session_of
 from ..session.session import Session
 from .groups import Group, Split
-from .issue import CollectiveCall, Part, Tensors, alike, group_at, group_of, named, nodes_of, not_alone, read, written
+from .issue import (
+    CollectiveCall,
+    CollectivePart,
+    Tensors,
+    alike,
+    group_at,
+    group_of,
+    named,
+    nodes_of,
+    not_alone,
+    read,
+    written,
+)
 
 
 @dataclass
@@ -111,6 +123,6 @@ def all_gather_into_tensor(
     for out in outs:
         if out.shape != whole:
             out.resize_(whole)
-    parts = [Part([read(x)], [out]) for x, out in zip(tensors, outs, strict=True)]
+    parts = [CollectivePart([read(x)], [out]) for x, out in zip(tensors, outs, strict=True)]
     lengths = tuple(tensor.numel() for tensor in tensors)
     return CollectiveCall("all_gather", group, parts, dtype=dtype, value=outs, shares=lengths).issue(session, async_op)

@@ -25,7 +25,17 @@ from ..runtime.master.route import Route, route
 from ..session.current import session_of
 from ..session.places import MeshPlace
 from .groups import Group
-from .issue import CollectiveCall, CollectiveWork, Part, Reduction, check_transport, hosts_of, op_of, read, written
+from .issue import (
+    CollectiveCall,
+    CollectivePart,
+    CollectiveWork,
+    Reduction,
+    check_transport,
+    hosts_of,
+    op_of,
+    read,
+    written,
+)
 from .unused import watch
 
 #: A dim's name, or several: their ranks together are the groups.
@@ -99,7 +109,7 @@ class _Call:
         # a channel, or an algorithm, is selected for all groups at once: for the one that has most ways to go
         widest = max(ranks, key=lambda nodes: len(set(hosts_of(session, nodes)))) if session.router.rules else ranks[0]
         collective = CollectiveCall(
-            kind, Group(widest), [Part(inputs, outs)], self.op, self.root, self.algorithm, self.transport,
+            kind, Group(widest), [CollectivePart(inputs, outs)], self.op, self.root, self.algorithm, self.transport,
             inputs[0].dtype, place=place, groups=ranks if len(ranks) > 1 else (),
         )  # fmt: skip
         self.ended = collective.queue(session, self.async_op, here(3))

@@ -25,7 +25,7 @@ from ..session.current import session as current_session
 from ..session.current import session_of
 from ..session.places import MeshPlace, one_session
 from .groups import Group, given_group
-from .issue import CollectiveCall, Part, named, same_shape, written
+from .issue import CollectiveCall, CollectivePart, named, same_shape, written
 from .tensor_collectives import send
 
 #: Seconds that ``monitored_barrier`` waits by default: torch's half an hour is for programs that nobody watches.
@@ -173,7 +173,7 @@ def monitored_barrier(group: Group | None = None, timeout: float | timedelta | N
     session = current_session()
     deadline = time.monotonic() + (limit or 0.0)
     alone = [Group((node,)) for node in group]
-    works = [CollectiveCall("barrier", each, [Part()]).issue(session, async_op=True) for each in alone]
+    works = [CollectiveCall("barrier", each, [CollectivePart()]).issue(session, async_op=True) for each in alone]
     late = []
     for node, work in zip(group, works, strict=True):
         try:

@@ -38,7 +38,7 @@ from ..session.current import session as current_session
 from .groups import Group, Split, given_group
 from .issue import (
     CollectiveCall,
-    Part,
+    CollectivePart,
     Reduction,
     alike,
     group_of,
@@ -83,7 +83,7 @@ def all_reduce(
         for one in out:
             same_shape(one, tensors[0], f"{what}: out")
     inputs = tensors if out is None else list(map(read, tensors))
-    parts = [Part([inputs[i] for i in its], [targets[i] for i in its]) for its in all_of.members]
+    parts = [CollectivePart([inputs[i] for i in its], [targets[i] for i in its]) for its in all_of.members]
     collective = CollectiveCall(what, all_of.group, parts, op, 0, algorithm, transport, dtype, targets, all_of.shares)
     return collective.issue(all_of.session, async_op)
 
@@ -121,7 +121,8 @@ def reduce(
     target = tensors[all_of.members[root][0]]
     written(target)
     parts = [
-        Part([read(tensors[k]) for k in its], [target] if i == root else []) for i, its in enumerate(all_of.members)
+        CollectivePart([read(tensors[k]) for k in its], [target] if i == root else [])
+        for i, its in enumerate(all_of.members)
     ]
     collective = CollectiveCall(what, all_of.group, parts, op, root, algorithm, transport, dtype, target, all_of.shares)
     return collective.issue(all_of.session, async_op)
@@ -154,7 +155,7 @@ def broadcast(
     all_of = node_tensors_of(tensors, group, what)
     dtype, root = alike(tensors, what), all_of.group.rank(src)
     source = all_of.members[root][0]
-    parts = [Part([], [tensors[i] for i in its if i != source]) for its in all_of.members]
+    parts = [CollectivePart([], [tensors[i] for i in its if i != source]) for its in all_of.members]
     parts[root].inputs = [read(tensors[source])]
     written(*(x for part in parts for x in part.outs))
     collective = CollectiveCall(
@@ -199,7 +200,7 @@ def all_gather(
         for j, (one, other) in enumerate(zip(outs, tensors, strict=True)):
             same_shape(one, other, f"{what}: tensor {j} of a list")
     parts = [
-        Part([read(tensors[i]) for i in its], [tensor_lists[i][j] for i in its for j in all_of.order])
+        CollectivePart([read(tensors[i]) for i in its], [tensor_lists[i][j] for i in its for j in all_of.order])
         for its in all_of.members
     ]
     collective = CollectiveCall(
@@ -231,7 +232,7 @@ def gather(
     written(*gather_list)
     for j, (one, other) in enumerate(zip(gather_list, tensors, strict=True)):
         same_shape(one, other, f"{what}: gather_list[{j}]")
-    parts = [Part([read(x)], gather_list if i == root else []) for i, x in enumerate(tensors)]
+    parts = [CollectivePart([read(x)], gather_list if i == root else []) for i, x in enumerate(tensors)]
     return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=gather_list).issue(session, async_op)
 
 
@@ -258,7 +259,7 @@ def scatter(
     written(*tensors)
     for j, (one, other) in enumerate(zip(tensors, scatter_list, strict=True)):
         same_shape(one, other, f"{what}: tensor {j}")
-    parts = [Part(list(map(read, scatter_list)) if i == root else [], [x]) for i, x in enumerate(tensors)]
+    parts = [CollectivePart(list(map(read, scatter_list)) if i == root else [], [x]) for i, x in enumerate(tensors)]
     return CollectiveCall(what, group, parts, root=root, dtype=dtype, value=tensors).issue(session, async_op)
 
 
@@ -303,7 +304,7 @@ def reduce_scatter(
     for inputs in lists_of(input_lists, group, what):
         for j, (one, other) in enumerate(zip(tensors, inputs, strict=True)):
             same_shape(one, other, f"{what}: tensor {j}")
-    parts = [Part(list(map(read, inputs)), [x]) for x, inputs in zip(tensors, input_lists, strict=True)]
+    parts = [CollectivePart(list(map(read, inputs)), [x]) for x, inputs in zip(tensors, input_lists, strict=True)]
     return CollectiveCall(what, group, parts, op, 0, algorithm, transport, dtype, tensors).issue(session, async_op)
 
 
@@ -342,7 +343,9 @@ def all_to_all(
         written(*outs)
         for j, one in enumerate(outs):
             same_shape(one, input_lists[j][i], f"{what}: output {j} of list {i}")
-    parts = [Part(list(map(read, inputs)), outs) for inputs, outs in zip(input_lists, output_lists, strict=True)]
+    parts = [
+        CollectivePart(list(map(read, inputs)), outs) for inputs, outs in zip(input_lists, output_lists, strict=True)
+    ]
     return CollectiveCall(what, group, parts, dtype=dtype, value=output_lists).issue(session, async_op)
 
 
@@ -367,7 +370,7 @@ def sendreceive(
     group, session = group_of(tensors, group, what)
     dtype = alike(tensors, what)
     written(*tensors)
-    parts = [Part([read(x)], [x]) for x in tensors]
+    parts = [CollectivePart([read(x)], [x]) for x in tensors]
     collective = CollectiveCall("shift", group, parts, root=by % len(group), dtype=dtype, value=tensors)
     return collective.issue(session, async_op)
 
@@ -384,7 +387,7 @@ def send(tensor: torch.Tensor, target: torch.Tensor, async_op: bool = False) -> 
     group, session = group_of([tensor, target], None, what)
     same_shape(target, tensor, what)
     written(target)
-    parts = [Part([read(tensor)], []), Part([], [target])]
+    parts = [CollectivePart([read(tensor)], []), CollectivePart([], [target])]
     return CollectiveCall("broadcast", group, parts, dtype=tensor.dtype, value=target).issue(session, async_op)
 
 
@@ -402,4 +405,4 @@ def barrier(group: Group | None = None, async_op: bool = False) -> Work[None] | 
     ``synchronize`` has the script wait for the nodes. Raises NodeLost.
     """
     group = given_group(group, "barrier")
-    return CollectiveCall("barrier", group, [Part() for _ in group]).issue(current_session(), async_op)
+    return CollectiveCall("barrier", group, [CollectivePart() for _ in group]).issue(current_session(), async_op)

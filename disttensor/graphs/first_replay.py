@@ -18,13 +18,15 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session.places import Place, varied
 from ..session.session import Session
-from .recorder import Log, Recorder
+from .recorder import GraphRecorder, Log
 
 #: The tolerance for engines other than the interpreter: more than torch.testing allows for one operation.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 
 
-def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Recorder, given: dict[int, int]) -> Any:
+def verified(
+    replay: Callable[[], Any], eager: Callable[[], Any], recorder: GraphRecorder, given: dict[int, int]
+) -> Any:
     """Replays, runs the eager program from the same state, and returns the eager result.
 
     ``given``: ref of a recorded input -> ref of this call's argument. Raises GraphError with a list of the differences.
@@ -59,7 +61,7 @@ def verified(replay: Callable[[], Any], eager: Callable[[], Any], recorder: Reco
     return result
 
 
-def _drawing(recorder: Recorder) -> list[tuple[Place, tuple[str, ...]]]:
+def _drawing(recorder: GraphRecorder) -> list[tuple[Place, tuple[str, ...]]]:
     """Returns the places whose generators the program may draw from, with the dims along which the numbers vary."""
     if recorder.draws is not None:
         return list(dict.fromkeys((draw.place, draw.along) for draw in recorder.draws))

@@ -31,7 +31,7 @@ from ..runtime.protocol.errors import GraphError
 from ..session import current
 from ..session.places import Place
 from . import optimizer_steps
-from .recorder import Recorder
+from .recorder import GraphRecorder
 from .traced_numbers import Number
 
 
@@ -53,8 +53,8 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        self._recorded: Recorder | None = None
-        self._recording: Recorder | None = None
+        self._recorded: GraphRecorder | None = None
+        self._recording: GraphRecorder | None = None
         self._declared: dict[str, Any] = {}
         self._marked: list[tuple[str, Number]] = []
         self._numbers: Callable[[], tuple[float, ...]] | None = None
@@ -145,14 +145,14 @@ class Graph:
             link.sender.flush(queue)
 
     @property
-    def recording(self) -> Recorder:
+    def recording(self) -> GraphRecorder:
         """The recorder of the block under way. Raises GraphError without one."""
         if self._recording is None:
             raise GraphError("the graph is not being recorded")
         return self._recording
 
     @property
-    def recorded(self) -> Recorder:
+    def recorded(self) -> GraphRecorder:
         """The recorder of the finished recording. Raises GraphError for an empty graph."""
         if self._recorded is None:
             raise GraphError("the graph is empty: record it first (with dt.graph(g): ...)")
@@ -214,7 +214,7 @@ class graph:
         session = current.session()
         session.check_default_dtype()
         optimizer_steps.install()
-        self._graph._recording = recorder = Recorder(session, session.allow, self.inputs)
+        self._graph._recording = recorder = GraphRecorder(session, session.allow, self.inputs)
         self._routed = list(session.link.queues)  # there may be more nodes at the recording's end
         for outbox in self._routed:
             outbox.add_route(+1)
@@ -237,7 +237,7 @@ class graph:
             recorder.session.link.sender.flush(log.node.outbox)
 
     @uninterrupted
-    def _end(self, error: BaseException | None) -> Recorder:
+    def _end(self, error: BaseException | None) -> GraphRecorder:
         recorder = self._graph.recording
         assert self._token is not None
         route.reset(self._token)

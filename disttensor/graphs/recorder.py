@@ -93,7 +93,7 @@ class Draw:
     begins: bool  #: the generator begins in the program
 
 
-class Recorder:
+class GraphRecorder:
     """The recorder of one graph: it takes a thread's commands (runtime/master/route.py)."""
 
     def __init__(self, session: Session, allow: AllowList, inputs: dict[int, Place]) -> None:

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Record(NamedTuple):
+class KernelFacts(NamedTuple):
     """The facts by which the torch of a place chooses kernels, beside its operands."""
 
     kind: str  #: the kind of kernels: "cpu" or "cuda"; a simulated CUDA device computes as a CPU does
@@ -47,19 +47,19 @@ class Operand(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def record(hello: Hello, device: str) -> Record:
+def record(hello: Hello, device: str) -> KernelFacts:
     """Returns the record of a node's device ("cpu", "cuda:1"). The node's torch has the script's version (`meet` in
     startup/start.py checks that)."""
     _, _, index = device.partition(":")
     kind = "cuda" if index and not hello.simulated else "cpu"
     capability = hello.abilities.capabilities[int(index)] if index else (0, 0)
-    return Record(kind, capability, _version(hello.torch), hello.abilities)
+    return KernelFacts(kind, capability, _version(hello.torch), hello.abilities)
 
 
 @cache
-def here() -> Record:
+def here() -> KernelFacts:
     """Returns the record of this process's CPU, by which composites choose for operands that they take for local."""
-    return Record("cpu", (0, 0), _version(str(torch.__version__)), capabilities.cpu())
+    return KernelFacts("cpu", (0, 0), _version(str(torch.__version__)), capabilities.cpu())
 
 
 def _version(torch_version: str) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class Attention(NamedTuple):
     learned: bool = False  #: whether the mask requires a gradient
 
 
-class Switches(NamedTuple):
+class AttentionSwitches(NamedTuple):
     """The user's switches for attention."""
 
     flash: bool
@@ -95,9 +95,9 @@ class Switches(NamedTuple):
     deterministic: bool
 
 
-def switches() -> Switches:
+def switches() -> AttentionSwitches:
     """Returns the script's switches, as they are now."""
-    return Switches(
+    return AttentionSwitches(
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
@@ -107,7 +107,7 @@ def switches() -> Switches:
     )
 
 
-def attention(record: Record, asked: Attention) -> int:
+def attention(record: KernelFacts, asked: Attention) -> int:
     """Returns the backend that scaled_dot_product_attention takes. Raises torch's RuntimeError where none is
     allowed."""
     if record.kind == "cpu":
@@ -154,7 +154,7 @@ class _Shown(torch.Tensor):
 # torch's package. Each function's docstring names its source there. Nested tensors are never on a node.
 
 
-def _order(record: Record, on: Switches) -> tuple[int, ...]:
+def _order(record: KernelFacts, on: AttentionSwitches) -> tuple[int, ...]:
     """priority_order: cuDNN comes first on Hopper and Blackwell, unless the user has set another order."""
     major, minor = record.capability
     new = record.node.cuda >= (13, 0) or minor in (0, 3)
@@ -192,7 +192,7 @@ def _dtypes(asked: Attention, allowed: tuple[torch.dtype, ...]) -> bool:
     return asked.query.dtype in allowed and all(x.dtype == asked.query.dtype for x in asked[:3])
 
 
-def _low(record: Record, asked: Attention) -> bool:
+def _low(record: KernelFacts, asked: Attention) -> bool:
     """check_dtypes_low_precision."""
     return _dtypes(asked, _HALVES if record.capability >= (8, 0) else (torch.float16,))
 
@@ -209,7 +209,7 @@ def _mask_fits(asked: Attention) -> bool:
     )
 
 
-def _heads_fit(record: Record, asked: Attention, grouped: bool, same: bool = True) -> bool:
+def _heads_fit(record: KernelFacts, asked: Attention, grouped: bool, same: bool = True) -> bool:
     """check_batch_size_and_num_heads_dense."""
     (batch, heads), (key_batch, keys), (value_batch, values) = (tuple(x.shape[:2]) for x in asked[:3])
     if not batch == key_batch == value_batch:
@@ -229,7 +229,7 @@ def _dense(asked: Attention, one_is_any: bool) -> bool:
     return dense and (asked.mask is None or asked.mask.stride[-1] == 1)
 
 
-def _flash(record: Record, asked: Attention, on: Switches) -> bool:
+def _flash(record: KernelFacts, asked: Attention, on: AttentionSwitches) -> bool:
     """can_use_flash_attention."""
     if not (on.flash and record.node.flash and _four(asked) and asked.mask is None and _low(record, asked)):
         return False
@@ -245,7 +245,7 @@ def _flash(record: Record, asked: Attention, on: Switches) -> bool:
     return _heads_fit(record, asked, grouped=True) and _dense(asked, one_is_any=True)
 
 
-def _efficient(record: Record, asked: Attention, on: Switches) -> bool:
+def _efficient(record: KernelFacts, asked: Attention, on: AttentionSwitches) -> bool:
     """can_use_mem_efficient_attention."""
     if not (on.efficient and (5, 0) <= record.capability <= (12, 1) and _four(asked)):
         return False
@@ -264,7 +264,7 @@ def _efficient(record: Record, asked: Attention, on: Switches) -> bool:
     return _dtypes(asked, (torch.float32, *_HALVES) if major >= 8 else (torch.float32, torch.float16))
 
 
-def _cudnn(record: Record, asked: Attention, on: Switches) -> bool:
+def _cudnn(record: KernelFacts, asked: Attention, on: AttentionSwitches) -> bool:
     """can_use_cudnn_attention."""
     version, capability = record.node.cudnn, record.capability
     if not on.cudnn or version < 90000 or (asked.dropout > 0 and 91100 < version < 91400):
@@ -306,7 +306,7 @@ _CUDA = {
 # ---- recurrent layers ------------------------------------------------------------------------------------------------
 
 
-def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
+def lstm(record: KernelFacts, input: Operand, projections: bool, graph: bool) -> str:
     """Returns how a CPU computes an LSTM's layers: "onednn", or "parts", its decomposition. ``graph``: the grad mode.
 
     Source: aten/src/ATen/native/RNN.cpp, lstm and use_mkldnn.
@@ -322,7 +322,7 @@ def lstm(record: Record, input: Operand, projections: bool, graph: bool) -> str:
     return "onednn" if dtypes.get(input.dtype) else "parts"
 
 
-def shown_a_cpu(record: Record) -> bool:
+def shown_a_cpu(record: KernelFacts) -> bool:
     """Returns whether a recurrent layer or cell is run on proxies that torch takes for CPU tensors. On CUDA it is not:
     cells are fused there, as in torch, and layers are made of cells, where local torch has cuDNN's. Source: RNN.cpp."""
     return record.kind == "cpu"
@@ -331,7 +331,7 @@ def shown_a_cpu(record: Record) -> bool:
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
-def dropout(record: Record, p: float, train: bool | None) -> str:
+def dropout(record: KernelFacts, p: float, train: bool | None) -> str:
     """Returns how dropout is computed: "fused", one kernel that draws and masks, or "parts": bernoulli, div and mul.
 
     Source: aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable. Where nothing or all is dropped, torch takes
@@ -340,25 +340,25 @@ def dropout(record: Record, p: float, train: bool | None) -> str:
     return "fused" if record.kind == "cuda" or train is False or not 0 < p < 1 else "parts"
 
 
-def foreach(record: Record, same: bool, dtype: torch.dtype) -> bool:
+def foreach(record: KernelFacts, same: bool, dtype: torch.dtype) -> bool:
     """Returns whether an optimizer takes all parameters at once: on CUDA, as torch's own default; on CPUs, where
     torch's default is one by one, only where that gives the ``same`` numbers (as for Adam) in this dtype."""
     return record.kind == "cuda" or (same and dtype in (torch.float32, torch.float64))
 
 
-def averages_at_once(record: Record) -> bool:
+def averages_at_once(record: KernelFacts) -> bool:
     """Returns whether AveragedModel interpolates all parameters at once, with other roundings. Source:
     torch/optim/swa_utils.py and torch/utils/_foreach_utils.py, _get_foreach_kernels_supported_devices."""
     return record.kind == "cuda"
 
 
-def checks_quantiles(record: Record) -> bool:
+def checks_quantiles(record: KernelFacts) -> bool:
     """Returns whether the ``q`` of a quantile are looked at. Source: aten/src/ATen/native/Sorting.cpp,
     quantile_compute, which leaves it out where it would have to wait."""
     return record.kind == "cpu"
 
 
-def casts(record: Record) -> str:
+def casts(record: KernelFacts) -> str:
     """Returns the kind of device whose casts autocast makes: "cpu" or "cuda".
 
     Source: aten/src/ATen/autocast_mode.cpp, which registers by kind.

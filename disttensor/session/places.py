@@ -102,7 +102,9 @@ class _Place:
         made.device = torch.device("cpu")
         return made
 
-    def _settle(self, session: Owner, home: Home, name: str, record: kernel_choice.Record, slot: int | None) -> None:
+    def _settle(
+        self, session: Owner, home: Home, name: str, record: kernel_choice.KernelFacts, slot: int | None
+    ) -> None:
         self.session = session
         self.home = home
         self.name = name  #: "cpu" or "cuda:1", as the node calls it

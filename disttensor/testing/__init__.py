@@ -266,12 +266,12 @@ def as_cuda(where: torch.Tensor | torch.device | str | int, capability: tuple[in
     """
     place = _place(where)
     node = msgspec.structs.replace(place.record.node, cudnn=91900, cuda=(13, 0), flash=True)
-    with taken_for(place, kernel_choice.Record("cuda", capability, place.record.version, node)):
+    with taken_for(place, kernel_choice.KernelFacts("cuda", capability, place.record.version, node)):
         yield
 
 
 @contextlib.contextmanager
-def taken_for(place: Place, record: kernel_choice.Record) -> Iterator[None]:
+def taken_for(place: Place, record: kernel_choice.KernelFacts) -> Iterator[None]:
     """Has the script make its choices for a place by another record, inside of a ``with`` block."""
     before = place.record
     _give(place, record)
@@ -281,7 +281,7 @@ def taken_for(place: Place, record: kernel_choice.Record) -> Iterator[None]:
         _give(place, before)
 
 
-def _give(place: Place, record: kernel_choice.Record) -> None:
+def _give(place: Place, record: kernel_choice.KernelFacts) -> None:
     for seen in (place, place.twin):
         seen.record, seen.kernels = record, record.kind
     caches.drop_plans()  # their choices were made by the other record

@@ -144,7 +144,7 @@ def _of_nodes(original: type, current: Callable[[], torch.device | None], make: 
     def ours() -> type:
         return getattr(torch.get_device_module("node"), original.__name__)  # type: ignore[no-any-return]
 
-    class Kind(type(original)):  # type: ignore[misc]
+    class ByDevice(type(original)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is not named:  # a user's subclass
                 return super().__call__(*args, **kwargs)
@@ -164,7 +164,7 @@ def _of_nodes(original: type, current: Callable[[], torch.device | None], make: 
         def __subclasscheck__(cls, subclass: type) -> bool:
             return issubclass(subclass, (original, ours())) if cls is named else super().__subclasscheck__(subclass)
 
-    named = Kind(original.__name__, (original,), {"__doc__": original.__doc__, "__module__": original.__module__})
+    named = ByDevice(original.__name__, (original,), {"__doc__": original.__doc__, "__module__": original.__module__})
     return named
 
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from ..process import role
-from ..process.heard import Listener, heard, listening
+from ..process.heard import CallbackOperand, heard, listening
 from ..protocol import commands as c
 from ..protocol.failure_ids import MAX_NAME, MAX_TEXT
 from .call_forms import Run
@@ -194,7 +194,7 @@ def _raise_loud(out: int, args: Any) -> Any:
 
 def heard_by(call: Callable[[], T], emit: Emit, number: int) -> tuple[T, bool]:
     """Runs a call, and tells what kernels warn of. Returns the result, and whether they did."""
-    listener = Listener(call)
+    listener = CallbackOperand(call)
     told: list[c.Reply] = []
     with telling(told.append, number):
         try:

@@ -16,7 +16,7 @@ import torch
 T = TypeVar("T")
 
 
-class Listener:
+class CallbackOperand:
     """An operand that torch calls back in the middle of a call of its own; it runs ``call`` then."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -26,7 +26,7 @@ class Listener:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
-        listener: Listener = args[0]
+        listener: CallbackOperand = args[0]
         try:
             listener._result = listener._call()
         except Exception as e:  # torch would print what it had to warn of
@@ -43,7 +43,7 @@ class Listener:
         return self._result
 
 
-def listening(module: str, record: object) -> Callable[[Listener], None]:
+def listening(module: str, record: object) -> Callable[[CallbackOperand], None]:
     """Returns a function that has torch call a listener. What kernels warn of there is a warning at a line of
     ``module``, of which ``record`` notes which have been shown."""
     # imports of the interpreter's own look for __builtins__ where the running function has its globals
@@ -67,7 +67,7 @@ def heard(call: Callable[[], T]) -> tuple[T, bool]:
     """
     if torch._C._len_torch_function_stack() or not torch._C._is_torch_function_enabled():
         return call(), False
-    listener, warned = Listener(call), False
+    listener, warned = CallbackOperand(call), False
     try:
         _listen(listener)
     except TypeError:  # of the record

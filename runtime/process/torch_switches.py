@@ -19,7 +19,7 @@ Setting = bool | int | float | str | tuple[bool | int | float | str | None, ...]
 
 
 @dataclass(frozen=True)
-class Switch:
+class TorchSwitch:
     """A row of the table: how one switch is read and set."""
 
     get: str | Callable[..., Any]  #: the function that reads it, dotted
@@ -36,23 +36,23 @@ def _deterministic() -> tuple[bool, bool]:
     return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
 
 
-def _pairs() -> dict[str, Switch]:
+def _pairs() -> dict[str, TorchSwitch]:
     """Returns the switches for the precision of float32, by backend and kind of operator."""
     get, set_ = "torch._C._get_fp32_precision_getter", "torch._C._set_fp32_precision_setter"
     pairs = [("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "conv", "rnn", "matmul"))]
     tf32 = {("cuda", "conv"), ("cuda", "rnn")}
-    return {f"fp32_precision {b} {op}": Switch(get, set_, "tf32" if (b, op) in tf32 else "none", (b, op))
+    return {f"fp32_precision {b} {op}": TorchSwitch(get, set_, "tf32" if (b, op) in tf32 else "none", (b, op))
             for b, op in pairs}  # fmt: skip
 
 
-def _c(name: str, untouched: Setting, spread: bool = False, get: str = "get", end: str = "") -> dict[str, Switch]:
+def _c(name: str, untouched: Setting, spread: bool = False, get: str = "get", end: str = "") -> dict[str, TorchSwitch]:
     """Returns the switch that torch._C reads and sets by functions of this name."""
-    return {name: Switch(f"torch._C._{get}_{name}{end}", f"torch._C._set_{name}", untouched, spread=spread)}
+    return {name: TorchSwitch(f"torch._C._{get}_{name}{end}", f"torch._C._set_{name}", untouched, spread=spread)}
 
 
 #: The switches, by name, in the order in which they are set: those that set others with them come first.
-SWITCHES: dict[str, Switch] = {
-    "deterministic_algorithms": Switch(_deterministic, "torch._C._set_deterministic_algorithms", (False, False)),
+SWITCHES: dict[str, TorchSwitch] = {
+    "deterministic_algorithms": TorchSwitch(_deterministic, "torch._C._set_deterministic_algorithms", (False, False)),
     **_c("deterministic_fill_uninitialized_memory", True),
     **_c("cublas_allow_tf32", False),
     **_c("float32_matmul_precision", "highest"),
@@ -61,7 +61,7 @@ SWITCHES: dict[str, Switch] = {
     **_pairs(),
     **_c("cudnn_enabled", True),
     **_c("cudnn_benchmark", False),
-    "cudnn_benchmark_limit": Switch(
+    "cudnn_benchmark_limit": TorchSwitch(
         "torch._C._cuda_get_cudnn_benchmark_limit", "torch._C._cuda_set_cudnn_benchmark_limit", 10
     ),
     **_c("cudnn_deterministic", False),
@@ -75,13 +75,13 @@ SWITCHES: dict[str, Switch] = {
     **_c("mkldnn_deterministic", False),
     **_c("nnpack_enabled", True),
     **_c("miopen_immediate", False),
-    "sdp_use_flash": Switch("torch._C._get_flash_sdp_enabled", "torch._C._set_sdp_use_flash", True),
-    "sdp_use_mem_efficient": Switch(
+    "sdp_use_flash": TorchSwitch("torch._C._get_flash_sdp_enabled", "torch._C._set_sdp_use_flash", True),
+    "sdp_use_mem_efficient": TorchSwitch(
         "torch._C._get_mem_efficient_sdp_enabled", "torch._C._set_sdp_use_mem_efficient", True
     ),
-    "sdp_use_math": Switch("torch._C._get_math_sdp_enabled", "torch._C._set_sdp_use_math", True),
-    "sdp_use_cudnn": Switch("torch._C._get_cudnn_sdp_enabled", "torch._C._set_sdp_use_cudnn", True),
-    "sdp_use_overrideable": Switch(
+    "sdp_use_math": TorchSwitch("torch._C._get_math_sdp_enabled", "torch._C._set_sdp_use_math", True),
+    "sdp_use_cudnn": TorchSwitch("torch._C._get_cudnn_sdp_enabled", "torch._C._set_sdp_use_cudnn", True),
+    "sdp_use_overrideable": TorchSwitch(
         "torch._C._get_overrideable_sdp_enabled", "torch._C._set_sdp_use_overrideable", True
     ),
     **_c("sdp_priority_order", (1, 2, 0, 3, 4)),
@@ -90,11 +90,11 @@ SWITCHES: dict[str, Switch] = {
     **_c("blas_preferred_backend", 1),
     **_c("rocm_fa_preferred_backend", 0),
     **_c("qengine", 4),
-    "check_sparse_tensor_invariants": Switch(
+    "check_sparse_tensor_invariants": TorchSwitch(
         "torch._C._check_sparse_tensor_invariants", "torch._C._set_check_sparse_tensor_invariants", False
     ),
     **_c("warnAlways", False),
-    "mha_fastpath": Switch(
+    "mha_fastpath": TorchSwitch(
         "torch.backends.mha.get_fastpath_enabled", "torch.backends.mha.set_fastpath_enabled", True
     ),
 }  # fmt: skip

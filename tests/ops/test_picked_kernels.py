@@ -29,7 +29,7 @@ from disttensor.dispatch import op_table
 from disttensor.runtime.host import capabilities as abilities
 from disttensor.runtime.protocol.commands import Abilities
 from disttensor.session import current, kernel_choice
-from disttensor.session.kernel_choice import Record
+from disttensor.session.kernel_choice import KernelFacts
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
@@ -160,7 +160,7 @@ def trained(options: dict[str, Any], dtype: torch.dtype, where: torch.device | s
     return [out.detach(), h.detach(), c.detach(), *grads]
 
 
-def another(**abilities: bool) -> Record:
+def another(**abilities: bool) -> KernelFacts:
     here = kernel_choice.here()
     names = {name: getattr(here.node, name) for name in ("cpu", "onednn", "bfloat16", "float16")}
     return here._replace(node=Abilities(**{**names, **abilities}))
@@ -274,7 +274,7 @@ def test_an_lstm_on_cpus_as_torch_itself_chooses(
     done = script(PICKS, ONEDNN_MAX_CPU_ISA=isa)
     assert done.returncode == 0, done.stderr
     picks, told = json.loads(done.stdout)
-    record = Record("cpu", (0, 0), kernel_choice.here().version, Abilities(*told))
+    record = KernelFacts("cpu", (0, 0), kernel_choice.here().version, Abilities(*told))
     for key, expected in picks.items():
         dtype, _, graph = key.partition(" ")
         x = Fact((2, 1, 3), (3, 3, 1), 0, getattr(torch, dtype))

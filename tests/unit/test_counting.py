@@ -18,7 +18,7 @@ from disttensor.runtime.protocol.values import counting, form
 encode = msgspec.msgpack.encode
 
 
-def made(body: Any) -> counting.Count:
+def made(body: Any) -> counting.ObjectCounts:
     """The objects that the decoder makes of bytes, which are looked at one by one."""
     objects = containers = 0
 
@@ -37,7 +37,7 @@ def made(body: Any) -> counting.Count:
                 look(part)
 
     look(msgspec.msgpack.decode(body, ext_hook=extension))
-    return counting.Count(objects, containers)
+    return counting.ObjectCounts(objects, containers)
 
 
 LEAVES = (

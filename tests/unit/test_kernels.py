@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttensor.runtime.protocol.commands import Abilities
 from disttensor.session import kernel_choice
-from disttensor.session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, Record
+from disttensor.session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, KernelFacts
 
 VERSION = kernel_choice.here().version
 
@@ -140,7 +140,7 @@ CPUS: dict[str, tuple[Abilities, set[torch.dtype], set[torch.dtype]]] = {
 @pytest.mark.parametrize("cpu", CPUS)
 def test_an_lstm_on_other_cpus(cpu: str) -> None:
     node, graphed, plain = CPUS[cpu]
-    record = Record("cpu", (0, 0), VERSION, node)
+    record = KernelFacts("cpu", (0, 0), VERSION, node)
     for graph, onednn in ((True, graphed), (False, plain)):
         for dtype in DTYPES:
             expected = "onednn" if dtype in onednn else "parts"
@@ -159,9 +159,9 @@ def test_an_lstm_on_other_cpus(cpu: str) -> None:
 
 def gpu(
     major: int, minor: int, cudnn: int = 91900, cuda: tuple[int, int] = (13, 0), version: tuple[int, int] = (2, 13)
-) -> Record:
+) -> KernelFacts:
     node = Abilities("AVX512", True, True, False, cudnn, cuda, True, ((major, minor),))
-    return Record("cuda", (major, minor), version, node)
+    return KernelFacts("cuda", (major, minor), version, node)
 
 
 V100, A100, RTX30, H100, B200, RTX50 = (gpu(*n) for n in ((7, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)))
@@ -186,7 +186,7 @@ WIDE = qkv(2, 4, 64, 256)
 STRIDED = PLAIN._replace(query=PLAIN.query._replace(stride=(16384, 4096, 1, 64)))  # type: ignore[attr-defined]
 
 #: (what, record, call, backend), derived by hand from cuda/sdp_utils.cpp: nothing here has run on a GPU.
-ON_CUDA: list[tuple[str, Record, Attention, int]] = [
+ON_CUDA: list[tuple[str, KernelFacts, Attention, int]] = [
     ("bfloat16", A100, PLAIN, FLASH),
     ("bfloat16", RTX50, PLAIN, FLASH),
     ("cuDNN first on Hopper", H100, PLAIN, CUDNN),
@@ -236,7 +236,7 @@ ON_CUDA: list[tuple[str, Record, Attention, int]] = [
 
 
 @pytest.mark.parametrize(("what", "record", "asked", "backend"), ON_CUDA)
-def test_attention_on_cuda(what: str, record: Record, asked: Attention, backend: int) -> None:
+def test_attention_on_cuda(what: str, record: KernelFacts, asked: Attention, backend: int) -> None:
     assert kernel_choice.attention(record, asked) == backend
 
 

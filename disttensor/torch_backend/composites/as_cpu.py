@@ -137,7 +137,7 @@ def runs_as_cpu(op: OpOverload) -> Callable[..., Any]:
 _switch = threading.RLock()
 
 
-def _composed(op: OpOverload, record: kernel_choice.Record, args: Any, kwargs: Any) -> Any:
+def _composed(op: OpOverload, record: kernel_choice.KernelFacts, args: Any, kwargs: Any) -> Any:
     """Runs torch's composite on tensors that it takes for local ones. An LSTM chooses by the abilities of this
     machine's CPU: where the node's choice is another, it is led to that."""
     if op is not aten.lstm.input:

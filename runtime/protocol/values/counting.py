@@ -29,7 +29,7 @@ _EXTENSIONS = {0xC7: 3, 0xC8: 4, 0xC9: 6, 0xD4: 2, 0xD5: 2, 0xD6: 2, 0xD7: 2, 0x
 _OBJECT, _MORE = 60, 100
 
 
-class Count(NamedTuple):
+class ObjectCounts(NamedTuple):
     """The objects that a value is made of."""
 
     objects: int
@@ -48,7 +48,7 @@ class Count(NamedTuple):
         return f"more than {form.MAX_OBJECTS:,} objects" if self.objects > form.MAX_OBJECTS else ""
 
 
-def count(body: Any) -> Count:
+def count(body: Any) -> ObjectCounts:
     """Returns the objects of a value's msgpack; of more than there may be, or of what is none, those up to there."""
     data, at, objects, containers = memoryview(body), 0, 1, 0
     while at < len(data):
@@ -63,7 +63,7 @@ def count(body: Any) -> Count:
         if not size:
             break
         at += size
-    return Count(objects, containers)
+    return ObjectCounts(objects, containers)
 
 
 def fits(body: Any) -> bool:
