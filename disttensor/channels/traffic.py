@@ -120,7 +120,7 @@ def _count(session: Session) -> list[Traffic]:
     link, requests = session.link, []
     for node in link.there():  # ask all first, so that they answer side by side
         with suppress(NodeLost), link.unheard():
-            request = link.requests.new(node.rank, c.Counts)
+            request = link.requests.new(node.rank, c.TrafficCounts)
             node.outbox.add(c.Count(request.id))
             requests.append(request)
     link.sender.flush_all()
@@ -128,7 +128,7 @@ def _count(session: Session) -> list[Traffic]:
     for request in requests:
         with suppress(NodeLost), link.unheard():
             reply = link.waiting.wait(request)
-            if isinstance(reply, c.Counts):
+            if isinstance(reply, c.TrafficCounts):
                 rows += [_traffic(request.node, *row) for row in reply.rows]
     return rows
 

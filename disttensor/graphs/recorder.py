@@ -36,7 +36,7 @@ from .optimizer_steps import Steps
 from .traced_numbers import Tape
 
 _RECORDABLE = kinds("recordable")
-#: The arguments of the commands in one Part, at most: a tenth of a message's limit.
+#: The arguments of the commands in one GraphPart, at most: a tenth of a message's limit.
 _PART = 16_384
 
 _ids = count(1)
@@ -282,12 +282,12 @@ class GraphRecorder:
             outputs = tuple(log.still_referenced(held))
             for part in _parts(log.commands):
                 numbers = tuple((i - part[0], a, n) for i in part for a, n in log.numbers[i].items())
-                self._queue(box, c.Part(self.id, tuple(log.commands[i] for i in part), numbers))
+                self._queue(box, c.GraphPart(self.id, tuple(log.commands[i] for i in part), numbers))
             inputs, mine = [
                 tuple(ref if rank in place.ranks else 0 for ref, place in refs.items())
                 for refs in (self.inputs, returned)
             ]
-            self._queue(box, c.Graph(self.id, inputs, outputs, mine, engine))
+            self._queue(box, c.EndGraph(self.id, inputs, outputs, mine, engine))
             alive = set(outputs)
             log.release([r for r in held if r in alive])
             log.release([r for r in held if r not in alive], made=False)

@@ -319,7 +319,7 @@ class Session:
         if not link.closed:
             link.closing = True
             for node in link.there():
-                node.outbox.add(c.Stop())
+                node.outbox.add(c.StopNode())
                 with suppress(DisttensorError):
                     link.sender.flush(node.outbox, wait=False)  # a node that is behind, or stopped, is not waited for
         link.close()

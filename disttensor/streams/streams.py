@@ -70,7 +70,7 @@ class Stream:
         self.priority = int(priority)
         self._place.session.link.check(self._place.outbox)
         self._owned: Owned | None = Owned(self._place)
-        self._place.outbox.add(c.Stream(self._owned.ref, self._place.name, self.priority), here())
+        self._place.outbox.add(c.MakeStream(self._owned.ref, self._place.name, self.priority), here())
 
     def _set(self, place: NodePlace) -> None:
         self._place = place

@@ -88,7 +88,7 @@ class FunctionCall:
         self._keep = KeptAlive(token)
         self._beside: NodePlace = place
         self._request, self._adopted, self._into = 0, False, False
-        self._rank: tuple[c.Mesh | None, int] = (None, 0)
+        self._rank: tuple[c.MeshDims | None, int] = (None, 0)
         function = pickled(fn, place, self._keep, self._what)
         self._holds_tensors = bool(self._keep)  #: or results
         if not arguments_within(fn):
@@ -109,7 +109,7 @@ class FunctionCall:
         known = None if self._holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
 
-    def as_rank(self, mesh: c.Mesh | None, index: int) -> None:
+    def as_rank(self, mesh: c.MeshDims | None, index: int) -> None:
         """Has the function see its node as one of a mesh."""
         self._rank = mesh, index
 

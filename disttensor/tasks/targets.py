@@ -21,14 +21,14 @@ class Targets:
         session's."""
         self.given = given if isinstance(given, Mesh) else new_group(given)  #: what the user calls them
         self.places: list[NodePlace]
-        self.mesh: c.Mesh | None = None  #: the mesh that they are
+        self.mesh: c.MeshDims | None = None  #: the mesh that they are
         if isinstance(self.given, Mesh):
             place = place_of(self.given, "run")
             if place not in session.places.meshes:
                 raise _gone(self.given, "closed" if place.session is session else "one of a session that was shut down")
             self.places = list(place.members)
             device = "cuda" if place.is_cuda() and not place.hello.simulated else "cpu"
-            self.mesh = c.Mesh(self.given.names, self.given.shape, device)
+            self.mesh = c.MeshDims(self.given.names, self.given.shape, device)
         else:
             self.places = [session.places.at(node).one for node in self.given]
 

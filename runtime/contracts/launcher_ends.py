@@ -157,6 +157,6 @@ def check_real_worker(make: Make) -> None:
             hello, [started] = heard[0], [event for event in stage.events if isinstance(event, Started)]
             need(isinstance(hello, c.Hello) and hello.job == bundle.job, f"what it says is {hello}")
             need(started.pid == getattr(hello, "pid", 0), f"Started names process {started.pid}, and it is {hello}")
-            hub.send(0, codec.encode(c.Batch(0, (c.Stop(),))))
+            hub.send(0, codec.encode(c.Batch(0, (c.StopNode(),))))
             seconds = stage.stop(LIMIT)
             need(seconds < STOP, f"stop({LIMIT:g}) took {seconds:.1f} s, though the worker was told to end")

@@ -201,22 +201,22 @@ class Executor(NodeState):
                 page.mine.begin(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
                 page.mine.begin(self.seq, COMMANDS)
-            case c.Stream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
+            case c.MakeStream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
                 self._begin_lanes(command)
             case c.Record() | c.Query() | c.Elapsed():
                 self.events.do(command)
             case c.Replay():
                 self.graphs.replay(command)
-            case c.Part():
+            case c.GraphPart():
                 self.graphs.part(command)
-            case c.Graph():
+            case c.EndGraph():
                 self.graphs.define(command)
             case c.Discard():
                 self.graphs.discard(command)
             case c.Engines():
                 self.emit(c.GraphEngines(command.request, self.graphs.engines(command.graph)))
             case c.Count():
-                self.emit(c.Counts(command.request, count(self.channels)))
+                self.emit(c.TrafficCounts(command.request, count(self.channels)))
             case c.Peer():
                 self.channels.connect(command.channel, command.rank, command.addresses, command.key)
             case c.Open():
@@ -226,7 +226,7 @@ class Executor(NodeState):
                 self.emit(c.Unusable(command.request, tuple(codec.one_line(why_not(name)) for name in command.names)))
             case c.Lost():
                 self.channels.forget(command.rank, command.why)
-            case c.Stop():
+            case c.StopNode():
                 self.stopped = True
                 store.clear()
             case c.On():

@@ -139,7 +139,7 @@ class _Group:
         #: the groups that this rank is in, the whole one and those along dims of meshes, by their ranks
         self._along: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made = 0  #: groups along dims, those of other ranks too
-        self._meshes: dict[c.Mesh, DeviceMesh] = {}
+        self._meshes: dict[c.MeshDims, DeviceMesh] = {}
         self._idle = threading.Event()  #: set while no function runs in the group
         self._ended = False
         self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)
@@ -168,7 +168,7 @@ class _Group:
         self._watcher.start()
 
     @contextmanager
-    def using(self, mesh: c.Mesh | None) -> Iterator[None]:
+    def using(self, mesh: c.MeshDims | None) -> Iterator[None]:
         """Surrounds a function's run in the group, which sees its ranks as a mesh. Raises the error of ``_over``, and
         torch's errors."""
         global _seen
@@ -187,7 +187,7 @@ class _Group:
         there = dist.distributed_c10d._world.pg_map
         return bool(self._along) and all(group in there for group in self._along.values())
 
-    def _seen_as(self, mesh: c.Mesh) -> DeviceMesh:
+    def _seen_as(self, mesh: c.MeshDims) -> DeviceMesh:
         """Returns the ranks as torch's DeviceMesh. All ranks call this in one order, before a function that may not
         call ``device_mesh``, or may fail, on some of them."""
         if mesh not in self._meshes:

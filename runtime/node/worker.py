@@ -115,7 +115,7 @@ class NodeWorker:
         )
 
     def serve(self) -> int:
-        """Applies commands until Stop (returns 0), the master's end (75) or a broken protocol (70)."""
+        """Applies commands until StopNode (returns 0), the master's end (75) or a broken protocol (70)."""
         compute_as_told()
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()

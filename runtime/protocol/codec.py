@@ -269,7 +269,7 @@ def _check_state(state: c.RngState) -> None:
         raise ProtocolError("a generator's state is not empty")
 
 
-def _check_counts(counts: c.Counts) -> None:
+def _check_counts(counts: c.TrafficCounts) -> None:
     for name, use, _, *figures in counts.rows:
         _check_reasons((name, use))
         for calls, size, seconds in figures:
@@ -314,7 +314,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
     c.Warned: ReplyTraits(False, _nothing),
     c.Poisoned: ReplyTraits(True, _nothing),
     c.Done: ReplyTraits(True, _nothing),
-    c.Counts: ReplyTraits(True, _check_counts),
+    c.TrafficCounts: ReplyTraits(True, _check_counts),
 }
 
 

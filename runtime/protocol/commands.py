@@ -98,7 +98,7 @@ class Piece(Message, frozen=True, tag=17):
     last: bool
 
 
-class Mesh(Message, frozen=True):
+class MeshDims(Message, frozen=True):
     """The dims by which nodes are a mesh, which they are row by row."""
 
     names: tuple[str, ...]
@@ -113,7 +113,7 @@ class World(Message, frozen=True):
     ranks: tuple[int, ...]
     channel: int  #: the number of the data channel by which they find each other
     backend: str  #: torch's name of the process group's backend
-    mesh: Mesh | None = None  #: the mesh that the function sees its ranks as
+    mesh: MeshDims | None = None  #: the mesh that the function sees its ranks as
 
 
 class Run(Message, frozen=True, tag=18):
@@ -129,7 +129,7 @@ class Run(Message, frozen=True, tag=18):
     outs: tuple[int, ...] = ()  #: refs of the tensors that it returns, where those are known: no Adopt gives them any
     token: int = 0  #: the ref of its whole result, which other functions of the node may use; 0: none
     beside: bool = True  #: large parts of its result may come as tensors of bytes
-    mesh: Mesh | None = None  #: the mesh on which it was run, of which the node is number ``index``
+    mesh: MeshDims | None = None  #: the mesh on which it was run, of which the node is number ``index``
     index: int = 0
     holds: bool = False  #: it gets tensors as they are now, by ``Held``: what comes next may write them meanwhile
     nodes: int = 0  #: how many nodes the session has when it is issued, without those that are lost
@@ -219,7 +219,7 @@ class Digest(Message, frozen=True, tag=65):
 
 
 class Count(Message, frozen=True, tag=39):
-    """Asks for the traffic that the node's data channels have counted so far; the node answers Counts."""
+    """Asks for the traffic that the node's data channels have counted so far; the node answers TrafficCounts."""
 
     request: int
 
@@ -269,7 +269,7 @@ class Switch(Message, frozen=True, tag=75):
     settings: tuple[tuple[str, Plain | tuple[Plain, ...]], ...]
 
 
-class Stream(Message, frozen=True, tag=31):
+class MakeStream(Message, frozen=True, tag=31):
     """Makes a stream, under ``ref``: a lane of a CPU, or a CUDA stream of this priority. A Free ends it."""
 
     ref: int
@@ -363,7 +363,7 @@ class Collective(Message, frozen=True, tag=60):
     groups: tuple[tuple[int, ...], ...] = ()
 
 
-class Part(Message, frozen=True, tag=50):
+class GraphPart(Message, frozen=True, tag=50):
     """Commands that a graph has recorded, in order, after those of earlier parts.
 
     ``numbers``: the numbers in Calls that each replay gives anew, as (command in this part, index of its argument,
@@ -375,7 +375,7 @@ class Part(Message, frozen=True, tag=50):
     numbers: tuple[tuple[int, int, int], ...]
 
 
-class Graph(Message, frozen=True, tag=51):
+class EndGraph(Message, frozen=True, tag=51):
     """Ends a graph's recording.
 
     ``inputs``: refs for which each replay names others. ``outputs``: refs of the tensors that it makes and that stay,
@@ -423,7 +423,7 @@ class Engines(Message, frozen=True, tag=54):
     graph: int
 
 
-class Stop(Message, frozen=True, tag=26):
+class StopNode(Message, frozen=True, tag=26):
     """The last command: drops everything and ends the node."""
 
 
@@ -455,7 +455,7 @@ Command: TypeAlias = (
     | Lost
     | Default
     | Switch
-    | Stream
+    | MakeStream
     | Record
     | Wait
     | Signal
@@ -465,12 +465,12 @@ Command: TypeAlias = (
     | Join
     | Collective
     | On
-    | Part
-    | Graph
+    | GraphPart
+    | EndGraph
     | Replay
     | Discard
     | Engines
-    | Stop
+    | StopNode
 )
 
 
@@ -649,7 +649,7 @@ class Done(Message, frozen=True, tag=46):
 Figures: TypeAlias = tuple[int, int, float]
 
 
-class Counts(Message, frozen=True, tag=47):
+class TrafficCounts(Message, frozen=True, tag=47):
     """The traffic of each data channel with each peer.
 
     A row: the channel's name, its use ("transfers", "collectives"), the peer, what was sent, what was received.
@@ -676,7 +676,7 @@ Reply: TypeAlias = (
     | Warned
     | Poisoned
     | Done
-    | Counts
+    | TrafficCounts
 )
 
 

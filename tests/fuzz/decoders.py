@@ -147,7 +147,8 @@ _REPORTS = [
     for reply in (
         c.Answer(1, "\u00e9"), c.Shapes(2, (_G, None)), c.Result(3, _RESULT, (_G,)), c.Done(9), c.Poisoned(4, 0, 1),
         c.Failed(1, "aten::add", "builtins.RuntimeError", "no", "tb", ("no", (1, 2.5))), _HELLO,
-        c.Counts(1, (("tcp", "data", 0, (1, 2, 0.5), (1, 2, 0.5)),)), c.RngState(1, b"x"), c.MemoryUsage(1, 2, 3),
+        c.TrafficCounts(1, (("tcp", "data", 0, (1, 2, 0.5), (1, 2, 0.5)),)), c.RngState(1, b"x"),
+        c.MemoryUsage(1, 2, 3),
         c.MemoryFigures(1, (("allocated_bytes.all.peak", 5),), _HOLDINGS, True),
         c.Failed(1, "aten::add", "builtins.MemoryError", "no", "", (), -1, _HOLDINGS),
         c.StorageInfo(1, 2, 3, 4, 5, (1,)), c.GraphEngines(1, (("interpreter", ""),)), c.Unusable(1, ("no",)),
@@ -155,7 +156,7 @@ _REPORTS = [
     )
 ]  # fmt: skip
 
-_MESH = c.Mesh(("dp", "tp"), (1, 2), "cpu")
+_MESH = c.MeshDims(("dp", "tp"), (1, 2), "cpu")
 _BATCHES = [
     c.Batch(0, commands)
     for commands in (
@@ -163,7 +164,8 @@ _BATCHES = [
         (c.Ask(1, c.Call(1, 3, (1, 2.5, "x"))), c.Free(1, (1,)), c.On(7, c.Send(1, 1, -1))),
         (c.Recv(2, 5, -1, (2, 2), 0, "cpu"), c.Sync(4), c.Memory(2, "cpu"), c.Lost(1, "\u00e9")),
         (c.MemoryStats(3, "cpu", "reset", 10), c.MemoryStats(4, "cuda:0")),
-        (c.Part(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.Graph(1, (), (1,), (), "x"), c.Replay(1, 5, (), (), ())),
+        (c.GraphPart(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.EndGraph(1, (), (1,), (), "x"),
+         c.Replay(1, 5, (), (), ())),
         (c.Collective("all_reduce", 1, (0,), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1, (), 0),),
         (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo", _MESH)), c.Open(1, 1, "tcp")),
         (c.Peer(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6"), bytes(32)), c.Usable(2, ("tcp", "shm"))),

@@ -148,7 +148,7 @@ runs = st.builds(
     st.one_of(st.none(), st.builds(
         c.World, INTS, st.sampled_from([(0, 1), (0, 1), (0,), (), (1, 2), (0, 0)]), CHANNELS, TEXT,
         st.one_of(st.none(), st.builds(
-            c.Mesh, st.sampled_from([("dp",), ("a", "b"), ("a", "a"), ()]),
+            c.MeshDims, st.sampled_from([("dp",), ("a", "b"), ("a", "a"), ()]),
             st.sampled_from([(2,), (1, 2), (2, 1), (2**62, 4), (0, -1), ()]), st.sampled_from(["cpu", "cuda", ""]),
         )),
     )),
@@ -176,12 +176,12 @@ switches = st.builds(
     ).map(tuple),
 )
 parts = st.builds(
-    c.Part, st.integers(1, 3),
+    c.GraphPart, st.integers(1, 3),
     st.lists(st.one_of(calls, sound, sends, receives, keeps, switches), max_size=4).map(tuple),
     st.lists(st.tuples(INTS, INTS, INTS), max_size=2).map(tuple),
 )  # fmt: skip
 graphs = st.builds(
-    c.Graph, st.integers(1, 3), *(st.lists(REFS, max_size=2).map(tuple) for _ in range(3)),
+    c.EndGraph, st.integers(1, 3), *(st.lists(REFS, max_size=2).map(tuple) for _ in range(3)),
     st.sampled_from(["interpreter", "interpreter", "nope", ""]),
 )  # fmt: skip
 on_streams: dict[type, st.SearchStrategy[Any]] = {
@@ -212,23 +212,25 @@ ANY: dict[type, st.SearchStrategy[Any]] = {
     c.Peer: st.builds(c.Peer, INTS, st.just(c.Addresses("nowhere", "")), st.binary(max_size=3), CHANNELS),
     c.Lost: st.builds(c.Lost, st.integers(3, 5), TEXT), c.Default: st.builds(c.Default, DTYPES),
     c.Switch: switches,
-    c.Stream: st.builds(c.Stream, st.sampled_from([7, 8, 8, 0, -1]), st.sampled_from(["cpu", "cuda:0", "xyz"]), INTS),
+    c.MakeStream: st.builds(
+        c.MakeStream, st.sampled_from([7, 8, 8, 0, -1]), st.sampled_from(["cpu", "cuda:0", "xyz"]), INTS
+    ),
     c.Signal: st.builds(c.Signal, INTS, REFS, PEERS), c.Query: st.builds(c.Query, st.just(0), REFS),
     c.Elapsed: st.builds(c.Elapsed, st.just(0), REFS, REFS), c.Join: st.builds(c.Join, st.just(0), REFS),
     c.On: st.builds(
         c.On, st.sampled_from([7, 8, 8, 3, -1]),
         st.sampled_from(list(on_streams)).flatmap(on_streams.__getitem__)),
-    c.Part: parts, c.Graph: graphs, c.Discard: st.builds(c.Discard, st.integers(1, 3)),
+    c.GraphPart: parts, c.EndGraph: graphs, c.Discard: st.builds(c.Discard, st.integers(1, 3)),
     c.Engines: st.builds(c.Engines, st.just(0), st.integers(1, 3)),
 }  # fmt: skip
 #: Commands that a hostile sequence leaves out: what for.
-LEFT_OUT = {c.Stop: "it ends the node, and is what the last one does"}
+LEFT_OUT = {c.StopNode: "it ends the node, and is what the last one does"}
 #: A quarter of them works, so that the others have something to spoil, and a quarter is for streams; not by ``one_of``,
 #: which would count the kinds of each. Half of the nodes begin with a stream.
 KINDS = [*ANY, *ANY, *[None] * len(ANY), *[c.On] * len(ANY)]
 SEQUENCES = st.builds(
     lambda streams, commands: [*streams, *commands],
-    st.sampled_from([[], [c.Stream(8, "cpu", 0)]]),
+    st.sampled_from([[], [c.MakeStream(8, "cpu", 0)]]),
     st.lists(
         st.sampled_from(KINDS).flatmap(lambda kind: sound if kind is None else ANY[kind]),
         min_size=1,
@@ -375,8 +377,8 @@ HUGE_ONES: dict[str, Callable[[int], tuple[c.Command, ...]]] = {
     ),
     "in a graph": lambda n: (
         c.Define(20, "aten::zeros", (c.Items((n,)),), (), 1),
-        c.Part(1, (c.Call(20, 3, ()),), ()),
-        c.Graph(1, (), (3,), (), "interpreter"),
+        c.GraphPart(1, (c.Call(20, 3, ()),), ()),
+        c.EndGraph(1, (), (3,), (), "interpreter"),
         c.Replay(1, 5, (), (), ()),
     ),
 }

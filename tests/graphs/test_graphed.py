@@ -54,7 +54,7 @@ def test_another_shape_is_another_recording_and_their_number_is_bounded() -> Non
                 for _ in range(3):
                     assert double(torch.ones(n, device="node:0")).tolist() == [2] * n
         dt.synchronize()
-    assert log[0].commands.count("Graph") - log[0].commands.count("Discard") == 2
+    assert log[0].commands.count("EndGraph") - log[0].commands.count("Discard") == 2
 
 
 def test_the_same_tensor_twice_is_a_signature_of_its_own() -> None:

@@ -207,7 +207,7 @@ def test_many_commands_go_in_parts() -> None:
         step = g.number("step", 1.0)
         for i in range(100):
             x.add_(i * step)
-    assert log[0].commands.count("Part") > 10
+    assert log[0].commands.count("GraphPart") > 10
     g.replay(step=2.0)
     assert x.tolist() == [2.0 * 4950] * 2
 

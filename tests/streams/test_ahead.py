@@ -77,7 +77,7 @@ def test_bytes_come_while_the_node_is_busy() -> None:
             (c.Peer(MASTER, c.Addresses(channel.address()), key), receive(1)),
             (*pieces, c.Run(1, *keys, False, "a line")),
             (receive(2),),
-            (c.Stop(),),
+            (c.StopNode(),),
         )
     )
     worker = NodeWorker(Bundle(job=job, rank=0, address="", backend="inproc"), script)

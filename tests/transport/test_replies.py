@@ -181,7 +181,7 @@ REASONS: dict[str, tuple[c.Reply, str]] = {
     "for the terminal": (c.Unusable(1, ("", "\x1b[2J")), r"4096 printable characters, not 4 as '\\x1b"),
     "for the terminal, of a graph": (c.GraphEngines(1, (("interpreter", "\x1b[2J"),)), "printable characters"),
     "for the terminal, of traffic": (
-        c.Counts(1, (("\x1b[2J", "", 0, (0, 0, 0.0), (0, 0, 0.0)),)),
+        c.TrafficCounts(1, (("\x1b[2J", "", 0, (0, 0, 0.0), (0, 0, 0.0)),)),
         "printable characters",
     ),
 }
@@ -203,9 +203,9 @@ def test_traffic_that_cannot_be_fails_the_node(figures: c.Figures, wire: Wire) -
     wire.say(HELLO)
     for number, rows in enumerate([((1, 2, 0.5), figures), (figures, (1, 2, 0.5))], 1):
         with pytest.raises(ProtocolError, match=r"seconds, not|are not negative"):
-            codec.check_reply(c.Counts(number, (("tcp", "transfers", 1, *rows),)))
-    request = wire.link.requests.new(0, c.Counts)
-    wire.say(c.Counts(request.id, (("tcp", "transfers", 1, (1, 2, 0.5), figures),)))
+            codec.check_reply(c.TrafficCounts(number, (("tcp", "transfers", 1, *rows),)))
+    request = wire.link.requests.new(0, c.TrafficCounts)
+    wire.say(c.TrafficCounts(request.id, (("tcp", "transfers", 1, (1, 2, 0.5), figures),)))
     with pytest.raises(dt.NodeLost, match="broke the protocol"):
         wire.link.waiting.wait(request, 20)
 

@@ -39,7 +39,7 @@ def told(messages: int, commands: int, size: int) -> list[int]:
     """Serves so many messages of so many commands and bytes that need no answer; gives what was reported after each."""
     piece = c.Piece(b"key", bytes(size // commands), False)
     batches = [c.Batch(first, (piece,) * commands) for first in range(0, messages * commands, commands)]
-    script = Script([*map(codec.encode, batches), codec.encode(c.Batch(messages * commands, (c.Stop(),)))])
+    script = Script([*map(codec.encode, batches), codec.encode(c.Batch(messages * commands, (c.StopNode(),)))])
     bundle = Bundle(job=f"worker {messages} {commands} {size}", rank=0, address="", backend="inproc")
     thread = threading.Thread(target=NodeWorker(bundle, script).serve)
     thread.start()

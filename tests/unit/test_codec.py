@@ -192,23 +192,27 @@ def test_shapes_that_are_not() -> None:
         ((1, 2), None, "of the nodes (1, 2), each once, can't have node 0 as a rank"),
         ((0, 1, 1), None, "each once"),
         ((), None, "each once"),
-        ((0, 1), c.Mesh((), (), "cpu"), "1 to 64 dims"),
-        ((0, 1), c.Mesh(("dp", "tp"), (2,), "cpu"), "1 to 64 dims with names of their own, not 1 with the names"),
-        ((0, 1), c.Mesh(("dp", "dp"), (1, 2), "cpu"), "names of their own"),
-        ((0, 1), c.Mesh(tuple(map(str, range(65))), (1,) * 64 + (2,), "cpu"), "1 to 64 dims"),
-        ((0, 1), c.Mesh(("dp",), (3,), "cpu"), "a mesh of the sizes (3,) does not have 2 ranks"),
-        ((0, 1), c.Mesh(("dp", "tp"), (-1, -2), "cpu"), "does not have 2 ranks"),
-        ((0,), c.Mesh(("a", "b"), (2**62, 0), "cpu"), "does not have 1 ranks"),
-        ((0, 1), c.Mesh(("dp",), (2,), "xpu:0"), "a mesh is on 'cpu' or 'cuda', not on 'xpu:0'"),
+        ((0, 1), c.MeshDims((), (), "cpu"), "1 to 64 dims"),
+        ((0, 1), c.MeshDims(("dp", "tp"), (2,), "cpu"), "1 to 64 dims with names of their own, not 1 with the names"),
+        ((0, 1), c.MeshDims(("dp", "dp"), (1, 2), "cpu"), "names of their own"),
+        ((0, 1), c.MeshDims(tuple(map(str, range(65))), (1,) * 64 + (2,), "cpu"), "1 to 64 dims"),
+        ((0, 1), c.MeshDims(("dp",), (3,), "cpu"), "a mesh of the sizes (3,) does not have 2 ranks"),
+        ((0, 1), c.MeshDims(("dp", "tp"), (-1, -2), "cpu"), "does not have 2 ranks"),
+        ((0,), c.MeshDims(("a", "b"), (2**62, 0), "cpu"), "does not have 1 ranks"),
+        ((0, 1), c.MeshDims(("dp",), (2,), "xpu:0"), "a mesh is on 'cpu' or 'cuda', not on 'xpu:0'"),
     ],
 )
-def test_process_groups_that_are_refused(ranks: tuple[int, ...], mesh: c.Mesh | None, message: str) -> None:
+def test_process_groups_that_are_refused(ranks: tuple[int, ...], mesh: c.MeshDims | None, message: str) -> None:
     with pytest.raises(ProtocolError, match=re.escape(message)):
         codec.check_world(c.World(1, ranks, 0, "gloo", mesh), 0)
 
 
 def test_process_groups_that_are_not() -> None:
-    for mesh in (None, c.Mesh(("dp",), (2,), "cuda"), c.Mesh(tuple(map(str, range(64))), (1,) * 63 + (2,), "cpu")):
+    for mesh in (
+        None,
+        c.MeshDims(("dp",), (2,), "cuda"),
+        c.MeshDims(tuple(map(str, range(64))), (1,) * 63 + (2,), "cpu"),
+    ):
         codec.check_world(c.World(1, (5, 0), 0, "gloo", mesh), 0)
 
 

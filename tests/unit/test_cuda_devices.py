@@ -121,8 +121,8 @@ def test_a_replay_takes_over_what_it_reads_and_what_it_has_written() -> None:
 
     with a_node() as node:
         node.do(*ALL, c.Call(1, 1, (2.0,)))
-        part = c.Part(1, (c.Call(3, 10, (9, 3.0)), c.Call(2, 11, (10, 10))), ())
-        node.do(part, c.Graph(1, (), (11,), (), "interpreter"))
+        part = c.GraphPart(1, (c.Call(3, 10, (9, 3.0)), c.Call(2, 11, (10, 10))), ())
+        node.do(part, c.EndGraph(1, (), (11,), (), "interpreter"))
         node.executor.take_over = take_over
         for k in (1, 2):
             taken.clear()

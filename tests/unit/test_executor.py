@@ -156,7 +156,7 @@ def test_what_is_being_sent_is_not_written(ready: Node, monkeypatch: pytest.Monk
 
 
 def test_stop(ready: Node) -> None:
-    ready.do(c.Stop())
+    ready.do(c.StopNode())
     assert ready.executor.stopped
     assert 1 not in ready
 
@@ -298,7 +298,7 @@ def test_a_failed_write_beside_sparse_tensors(ready: Node) -> None:
 @pytest.mark.parametrize("stream", [0, 40])
 def test_a_question_on_an_unknown_stream_is_answered(ready: Node, stream: int) -> None:
     if stream:
-        ready.do(c.Stream(stream, "cpu", 0))
+        ready.do(c.MakeStream(stream, "cpu", 0))
     before = len(ready.replies)
     ready.do(c.On(7, c.Ask(5, c.Call(6, 9, (8,)))), c.On(7, c.Call(2, 60, (59, 58))))
     ready.executor.close()
@@ -356,7 +356,7 @@ def run(node: Node, function: Any, *args: Any, request: int = 3, world: c.World 
         (c.World(1, (1, 2), 0, "gloo"), "can't have node 0 as a rank"),
         (c.World(1, (0, 1), 9, "gloo"), "not one that is not open"),
         (c.World(1, (0, 1), 0, "gloo"), "need the data channel 'gloo', not 'inproc'"),
-        (c.World(1, (0, 1), 0, "gloo", c.Mesh(("dp",), (2**62,), "cpu")), "does not have 2 ranks"),
+        (c.World(1, (0, 1), 0, "gloo", c.MeshDims(("dp",), (2**62,), "cpu")), "does not have 2 ranks"),
     ],
 )
 def test_a_process_group_that_cannot_be_fails_that_function_only(ready: Node, world: c.World, message: str) -> None:
@@ -454,7 +454,7 @@ def test_an_operator_that_gives_another_number_than_asked_for_is_answered_once(
     two = c.Define(20, "aten::unbind.int", (c.Hole(True), 0), (), outs)  # it gives two of a (2, 2)
     ask: c.Command = c.Ask(5, c.Call(20, 30, args))
     before = len(ready.replies)
-    ready.do(two, *([c.Stream(stream, "cpu", 0), c.On(stream, ask)] if stream else [ask]))  # type: ignore[arg-type]
+    ready.do(two, *([c.MakeStream(stream, "cpu", 0), c.On(stream, ask)] if stream else [ask]))  # type: ignore[arg-type]
     if (lanes := ready.executor._lanes) is not None:
         lanes.wait_for(lanes.busy())
     ready.executor.close()
@@ -480,7 +480,7 @@ class _WhenAskedFor(Promise):
 
 def test_a_replay_waits_for_what_writes_its_output_of_which_there_is_a_view(ready: Node) -> None:
     replay = c.Replay(1, 0, (), (), ())
-    ready.do(c.Part(1, (c.Call(2, 5, (4, 3)),), ()), c.Graph(1, (), (5,), (), "interpreter"), replay)
+    ready.do(c.GraphPart(1, (c.Call(2, 5, (4, 3)),), ()), c.EndGraph(1, (), (5,), (), "interpreter"), replay)
     ready.do(c.Call(9, 7, (2, 0)))
     assert ready[7].tolist() == [5, 5]
     ready.executor.store.entries[5] = _WhenAskedFor(ready[5])

@@ -99,7 +99,7 @@ def test_a_stream_takes_what_may_stand_on_it() -> None:
 
 
 def test_a_graph_takes_what_it_can_hold() -> None:
-    commands = inspect.get_annotations(c.Part, eval_str=True)["commands"]
+    commands = inspect.get_annotations(c.GraphPart, eval_str=True)["commands"]
     assert set(get_args(get_args(commands)[0])) == kinds("recordable")
 
 
@@ -169,7 +169,7 @@ def test_every_reply_has_a_row() -> None:
 
 def test_the_request_of_a_command() -> None:
     assert request_of(c.Sync(7)) == request_of(c.On(2, c.Run(7, b"", b"", True, ""))) == 7
-    assert request_of(c.Adopt(7, ())) == request_of(c.On(2, c.Wait(1))) == request_of(c.Stop()) == -1
+    assert request_of(c.Adopt(7, ())) == request_of(c.On(2, c.Wait(1))) == request_of(c.StopNode()) == -1
 
 
 def test_what_a_graph_holds_is_routed_to_it() -> None:

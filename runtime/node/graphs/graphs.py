@@ -1,7 +1,7 @@
 """Graphs on a node: recorded commands as steps, and their replay.
 
-    Part* Graph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs and the like between them
-    Replay      --> the steps in order; a step's results for later ones lie in the store under the recorded refs
+    GraphPart* EndGraph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs between them
+    Replay              --> the steps in order; a step's results for later ones lie in the store under the recorded refs
 
 A segment that meets poison, or that raises, is done call by call by the executor from there on: one way of failing.
 """
@@ -107,13 +107,13 @@ class NodeGraphs:
         """Ends compilations under way."""
         self._builder.close()
 
-    def part(self, command: c.Part) -> None:
+    def part(self, command: c.GraphPart) -> None:
         parts = self._parts.setdefault(command.graph, _Parts())
         for i, argument, number in command.numbers:
             parts.numbers.setdefault(len(parts.commands) + i, {})[argument] = number
         parts.commands += command.commands
 
-    def define(self, command: c.Graph) -> None:
+    def define(self, command: c.EndGraph) -> None:
         """Builds a graph. Raises ProtocolError for an unknown engine, or calls that don't fit their templates."""
         make = ENGINES.get(command.engine)
         if make is None:
@@ -142,7 +142,7 @@ class NodeGraphs:
 
     # ---- building --------------------------------------------------------------------------------------------------
 
-    def _build(self, parts: _Parts, command: c.Graph, make: Callable[[Program], Engine]) -> NodeGraph:
+    def _build(self, parts: _Parts, command: c.EndGraph, make: Callable[[Program], Engine]) -> NodeGraph:
         commands, node = parts.commands, self._node
         reads, makes = zip(*map(self._refs, commands), strict=True) if commands else ((), ())
         stays = {*command.outputs, *command.returned} - {0}

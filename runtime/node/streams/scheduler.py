@@ -111,7 +111,7 @@ class Scheduler(Lanes):
     def _other(self, command: c.Command) -> None:
         node = self.node
         match command:
-            case c.Stream():
+            case c.MakeStream():
                 self.stream(command)
             case c.Free():
                 self.store.free(command.first, command.distances)
@@ -131,13 +131,13 @@ class Scheduler(Lanes):
                 self._signal(command)
             case c.Join():
                 self._join(command)
-            case c.Default() | c.Switch() | c.Part() | c.Graph() | c.Discard():  # these concern all streams
+            case c.Default() | c.Switch() | c.GraphPart() | c.EndGraph() | c.Discard():  # these concern all streams
                 self.wait_for(self.busy())
                 self._apply(command)
             case _:
                 self._apply(command)
 
-    def stream(self, command: c.Stream) -> None:
+    def stream(self, command: c.MakeStream) -> None:
         """Makes a stream."""
         device, name = self.node.device(command.device), str(command.ref)
         lane = self.cuda_lane(name, device, command.priority) if device.type == "cuda" else self.lane(name)
@@ -162,7 +162,7 @@ class Scheduler(Lanes):
         for ref in [ref for ref in self._users if ref not in self.entries]:
             lane = self._users.pop(ref)
             if isinstance(lane, CudaLane):
-                self._task(lane, "Stream", _joins(lane))
+                self._task(lane, "MakeStream", _joins(lane))
             lane.end()
 
     def _inline(self, call: c.Call) -> None:
