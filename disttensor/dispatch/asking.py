@@ -17,7 +17,7 @@ from ..session.places import Place
 from . import meta_inference
 from .call_site import here
 from .inplace_and_multi import check_write
-from .op_plan import Entry, holes_of
+from .op_plan import OpEntry, holes_of
 
 
 def make_room(place: Place) -> None:
@@ -28,7 +28,7 @@ def make_room(place: Place) -> None:
 
 
 def ask(
-    entry: Entry,
+    entry: OpEntry,
     args: Any,
     kwargs: Any,
     place: Place,
@@ -57,7 +57,7 @@ Reshaped = tuple[tuple[int | str, Meta], ...]
 
 
 def ask_written(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, warned: bool = False
+    entry: OpEntry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, warned: bool = False
 ) -> tuple[Any, Reshaped | None]:
     """Runs an operation that writes its arguments, waits, and has each ``out=`` know the geometry that it has then.
     ``warned``: the script warns of such calls.
@@ -101,7 +101,7 @@ def _alias(tensor: DistributedTensor, place: Place) -> Handle:
 
 
 def _geometries(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], refs: list[int], warned: bool
+    entry: OpEntry, args: Any, kwargs: Any, place: Place, call: list[Any], refs: list[int], warned: bool
 ) -> list[Meta | None]:
     """Runs the operation on the node, with ``refs`` for its results, and returns their metas."""
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)

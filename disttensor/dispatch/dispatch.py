@@ -34,7 +34,7 @@ from .first_call import make_plan, place_of
 from .inplace_and_multi import check_write, first, rare
 from .lazy_views import materialise
 from .left_here import left_here
-from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, Entry, Plan
+from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, OpEntry, Plan
 from .op_table import enter, entries, handles, ordinary
 
 _EMPTY: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
 
 
 @ordinary
-def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
+def run(entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
     """Runs steps 2 to 5 of the precedence. ``place`` is for factories, whose arguments name none."""
     taken = None
     if entry.draws and Places.meshes_made:
@@ -171,7 +171,7 @@ def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Plac
             taken.lock.release()
 
 
-def remember(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def remember(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notes a plan for the fast path, if its signature is one that the fast path serves."""
     if plan.kind != ONE or entry.draws or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
         return
@@ -223,7 +223,7 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
 
 
 @handles("composite")
-def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _composite(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs a composite's parts. Torch takes composites apart above dispatch, but not in inference mode; a node is sent
     the parts in any mode."""
     op = entry.op._op_dk  # not .decompose(): it prefers Python decompositions, which give other numbers
@@ -234,14 +234,14 @@ def _composite(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handles("python")
-def _python(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _python(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs a library's operator for any device: on the node if ``allow_ops`` names it, else part by part."""
     if current.session().allow.added(entry.name):
         return run(entry, args, kwargs, None)
     return entry.op._op_dk(_EXPLICIT, *args, **kwargs)
 
 
-def whole(entry: Entry, args: tuple[Any, ...], asked: bool = False) -> Any:
+def whole(entry: OpEntry, args: tuple[Any, ...], asked: bool = False) -> Any:
     """Runs a composite in one piece on its node, where torch takes it apart as it does locally. ``asked``: its shape
     depends on the data."""
     if not asked:
@@ -257,7 +257,7 @@ def whole(entry: Entry, args: tuple[Any, ...], asked: bool = False) -> Any:
 
 
 @handles("value")
-def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _value(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs an operation that returns a Python value. Waits for one round trip."""
     a: Any = args[0] if len(args) == 1 and not kwargs else None
     if type(a) is DistributedTensor:  # mostly .item()
@@ -288,7 +288,7 @@ def _value(entry: Entry, args: Any, kwargs: Any) -> Any:
     return codec.from_value(reply.value)
 
 
-def _mixed(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
+def _mixed(entry: OpEntry, args: Any, kwargs: Any, place: Place | None) -> Any:
     """Runs an operation with local operands: 0-dim CPU tensors travel as values, index tensors are sent, others are the
     user's mistake. A generator of the user's draws in place of the node's."""
     if with_others(args, kwargs):

@@ -16,7 +16,7 @@ from . import meta_inference, trial
 from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .inplace_and_multi import may_share
-from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, Entry, Plan
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, OpEntry, Plan
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -80,7 +80,7 @@ _OVERLAPS = frozenset(
 )
 
 
-def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place:
+def place_of(entry: OpEntry, args: Any, kwargs: Any, place: Place | None) -> Place:
     """Returns the place of the operands. 0-dim CPU operands may be beside operands on other devices of their node.
 
     Raises RuntimeError that names both operands when they are on two places, DisttensorError if none is on a node.
@@ -118,7 +118,7 @@ def place_of(entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Place
     return place
 
 
-def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
+def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call: list[Any], out: int) -> Any:
     """Returns a new plan; or (plan, result) when the node had to be asked, because asking runs the operation. The plan
     is None where the node has to be asked each time."""
     place = place_of(entry, args, kwargs, place)
@@ -200,7 +200,7 @@ def make_plan(entry: Entry, args: Any, kwargs: Any, place: Place | None, call: l
     return _warning(_finish(entry, args, kwargs, place, metas, site), warned, each, site, first=True)
 
 
-def _warn_now(entry: Entry, args: Any, kwargs: Any, warned: int | None) -> bool:
+def _warn_now(entry: OpEntry, args: Any, kwargs: Any, warned: int | None) -> bool:
     """Warns of a call if a trial has, before the node is asked to do it. Returns whether it warns each time."""
     if warned is None:
         return False
@@ -217,7 +217,7 @@ def _warning(plan: Plan, warned: int | None, each: bool, site: Any, first: bool 
     return plan
 
 
-def _try(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> tuple[Any, int | None]:
+def _try(entry: OpEntry, args: Any, kwargs: Any, place: Place, taken: Any) -> tuple[Any, int | None]:
     """Tries a call here. Returns a key of ``entry.right`` if the node is to be asked what it does, because the trial is
     not sure of it, else None (also while a graph is recorded, when nobody can be asked); and the value with which a
     kernel has warned, else None.
@@ -233,7 +233,7 @@ def _try(entry: Entry, args: Any, kwargs: Any, place: Place, taken: Any) -> tupl
     return key if doubtful else None, found.warned
 
 
-def lying(entry: Entry, args: Any, kwargs: Any, place: Place) -> Any:
+def lying(entry: OpEntry, args: Any, kwargs: Any, place: Place) -> Any:
     """Returns the layout of non-contiguous operands, as a key of ``entry.right``, which says whether the meta kernel
     was right for it; None where it needs no check.
 
@@ -272,7 +272,7 @@ def _order(meta: Meta) -> tuple[Any, ...]:
     return (dense, *((min(n, 2), bool(s), ranks[s], n > 1 or s == plain) for n, s, plain in steps))
 
 
-def _reshaped(entry: Entry, args: Any, kwargs: Any, after: dict[int | str, Any]) -> Reshaped:
+def _reshaped(entry: OpEntry, args: Any, kwargs: Any, after: dict[int | str, Any]) -> Reshaped:
     """Returns the written arguments that have another geometry ``after`` the meta kernel has run, with that.
 
     Raises local torch's RuntimeError for one whose elements share memory.
@@ -291,7 +291,7 @@ def _reshaped(entry: Entry, args: Any, kwargs: Any, after: dict[int | str, Any])
     return tuple(found)
 
 
-def _writing(entry: Entry, args: Any, kwargs: Any, place: Place, reshaped: Reshaped, site: Any) -> Plan:
+def _writing(entry: OpEntry, args: Any, kwargs: Any, place: Place, reshaped: Reshaped, site: Any) -> Plan:
     """Returns the plan of an operation that writes its arguments, of which those of ``reshaped`` get another
     geometry."""
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
@@ -300,7 +300,7 @@ def _writing(entry: Entry, args: Any, kwargs: Any, place: Place, reshaped: Resha
 
 
 def _written(
-    entry: Entry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any, warned: bool = False
+    entry: OpEntry, args: Any, kwargs: Any, place: Place, call: list[Any], out: int, site: Any, warned: bool = False
 ) -> tuple[Plan | None, Any]:
     """Has the node run an operation that writes its arguments, and returns the plan for the next call (None where the
     node has to be asked again) and the result."""
@@ -309,7 +309,7 @@ def _written(
 
 
 def _asked(
-    entry: Entry,
+    entry: OpEntry,
     args: Any,
     kwargs: Any,
     place: Place,
@@ -348,7 +348,7 @@ def _twin(stand: Any) -> Any:
     return stand_in(tuple(stand.shape), stand.stride(), int(stand.storage_offset()), stand.dtype)
 
 
-def _check_dtypes(entry: Entry, args: Any) -> None:
+def _check_dtypes(entry: OpEntry, args: Any) -> None:
     tensors = [v for v in args if isinstance(v, torch.Tensor)]
     if len({t.dtype for t in tensors}) > 1:
         found = " and ".join(operand_name(t) for t in tensors)
@@ -373,7 +373,7 @@ def check_masks(source: torch.Tensor, indices: Any) -> None:
         at += index.dim()
 
 
-def _check_overlap(entry: Entry, meta: Meta) -> None:
+def _check_overlap(entry: OpEntry, meta: Meta) -> None:
     """Raises local torch's RuntimeError for writing to an expanded tensor, which meta kernels don't raise."""
     if entry.name.partition(".")[0] in _OVERLAPS or torch.Tag.inplace_view in entry.op.tags:
         return
@@ -384,7 +384,7 @@ def _check_overlap(entry: Entry, meta: Meta) -> None:
         )
 
 
-def _finish(entry: Entry, args: Any, kwargs: Any, place: Place, metas: Any, site: Any) -> Plan:
+def _finish(entry: OpEntry, args: Any, kwargs: Any, place: Place, metas: Any, site: Any) -> Plan:
     specs = entry.specs(args, kwargs, DistributedTensor, place.name)
     outs = sum(isinstance(m, Meta) for m in tree_leaves(metas))
     single = isinstance(metas, Meta)

@@ -20,7 +20,7 @@ from .asking import make_room
 from .copies import copy_strides, fetch, fill, move, upload
 from .dispatch import dispatch, run
 from .first_call import check_masks, refuse_layout
-from .op_plan import VIEW, Entry, Plan
+from .op_plan import VIEW, OpEntry, Plan
 from .op_table import enter, handler
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ _inference = torch.is_inference_mode_enabled
 
 
 @handler(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
-def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
+def _alias(entry: OpEntry, args: Any, kwargs: Any) -> DistributedTensor:
     """Returns a proxy of the same remote tensor: proxies share the handle, and nothing is sent."""
     base, place = args[0], seen_at.target.place
     handle = base._h if place is None else seen_at.at(base._h, place)
@@ -40,7 +40,7 @@ def _alias(entry: Entry, args: Any, kwargs: Any) -> DistributedTensor:
 
 
 @handler(aten._to_copy.default)
-def _to_copy(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _to_copy(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Copies to another device, dtype or memory format. A smaller dtype is converted to before the transfer, a larger
     one after it, so that fewer bytes travel."""
     source: DistributedTensor = args[0]
@@ -138,7 +138,7 @@ def place_of(tensor: Any) -> Place:
 
 
 @handler(aten.copy_.default)
-def _copy(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _copy(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Copies between any two places. A copy of a local tensor into a remote one that is still empty is just an upload.
 
     A copy to a local tensor waits, ``non_blocking`` or not: nothing would tell when the tensor may be read.
@@ -166,12 +166,12 @@ _EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 
 
 @handler(*_EMPTY)
-def _empty(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _empty(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Makes an empty tensor lazily: memory that nothing has used costs no command."""
     return lazy_factory(entry, args, kwargs)
 
 
-def _filled_empty(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _filled_empty(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Makes an empty tensor at once, which the node's torch fills as it makes it."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     return run(entry, args, given, current.session().places.of(kwargs["device"]))
@@ -183,7 +183,7 @@ def make_empties_at_once(at_once: bool) -> None:
         enter(op).handler = _filled_empty if at_once else _empty
 
 
-def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
+def lazy_factory(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     place = current.session().places.of(kwargs["device"])
     key = (place, *(tuple(a) for a in args), *kwargs.values())
     plan = entry.plans.get(key)
@@ -204,17 +204,17 @@ def lazy_factory(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handler(aten.is_pinned.default)
-def _is_pinned(entry: Entry, args: Any, kwargs: Any) -> bool:
+def _is_pinned(entry: OpEntry, args: Any, kwargs: Any) -> bool:
     return False
 
 
 @handler(aten.is_same_size.default)
-def _is_same_size(entry: Entry, args: Any, kwargs: Any) -> bool:
+def _is_same_size(entry: OpEntry, args: Any, kwargs: Any) -> bool:
     return bool(args[0].shape == args[1].shape)
 
 
 @handler(aten.record_stream.default)
-def _record_stream(entry: Entry, args: Any, kwargs: Any) -> None:
+def _record_stream(entry: OpEntry, args: Any, kwargs: Any) -> None:
     """Does nothing: memory is freed in the order of commands already."""
 
 
@@ -225,7 +225,7 @@ _LIKE = (
 
 
 @handler(*_LIKE)
-def _like(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _like(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs a factory that takes its metadata from a tensor; ``device=`` may name any other place."""
     source: DistributedTensor = args[0]
     layout = kwargs.get("layout")
@@ -255,7 +255,7 @@ def _nothing(meta: Any) -> DistributedTensor:
 
 
 @handler(aten.index.Tensor)
-def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _index(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Indexes a tensor. The number of elements that a mask selects depends on the data, so the node turns masks into
     indices first, with one round trip."""
     source, indices = args[0], args[1]
@@ -274,7 +274,7 @@ def _index(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handler(aten._pack_padded_sequence.default)
-def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _pack(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Packs a padded sequence. Lengths, and the batch sizes that torch computes from them and reads in C++, stay local
     tensors, as they do for CUDA."""
     return entry.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
@@ -284,7 +284,7 @@ def _pack(entry: Entry, args: Any, kwargs: Any) -> Any:
     *(getattr(aten, f"{name}_").default for name in ("uniform", "normal", "exponential", "cauchy", "geometric")),
     *(aten.log_normal_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.float),
 )
-def _drawing(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _drawing(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Fills a tensor with random numbers. Whether there are such (``x.uniform_(3, -1)``) depends on numbers, which a
     plan does not know: a local tensor without elements tells, once for the same numbers."""
     numbers = ("numbers", args[0].dtype, *args[1:], *(v for k, v in kwargs.items() if k != "generator"))
@@ -298,7 +298,7 @@ def _drawing(entry: Entry, args: Any, kwargs: Any) -> Any:
     return run(entry, args, kwargs, None)
 
 
-def dropout(entry: Entry, args: Any, kwargs: Any) -> Any:
+def dropout(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs dropout, on a CPU node with exactly the steps of local dropout, so that one seed gives the same numbers."""
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if kernel_choice.dropout(source._place.record, p, train) == "fused":
@@ -313,7 +313,7 @@ handler(aten.native_dropout.default)(dropout)
 
 
 @handler(aten.native_dropout_backward.default)
-def _dropout_backward(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _dropout_backward(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     grad, mask = args[0], args[1]
     if mask.dtype == torch.bool:
         return run(entry, args, kwargs, None)

@@ -15,7 +15,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from . import trial
 from .call_site import here
-from .op_plan import MANY, ONE, RESHAPED, SHARING, WARNS, WRITTEN, Entry, Plan, holes_of
+from .op_plan import MANY, ONE, RESHAPED, SHARING, WARNS, WRITTEN, OpEntry, Plan, holes_of
 
 Make = Callable[[int, int, tuple[Any, ...]], c.Call]
 #: The most bytes in a first call of a tensor, and more for each of its dims.
@@ -33,7 +33,7 @@ def check_write(tensor: Any) -> None:
         )
 
 
-def written(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
+def written(entry: OpEntry, args: Any, kwargs: Any) -> list[DistributedTensor]:
     """Returns the tensors that an operation writes, without those of lists."""
     values: list[Any] = []
     for where in entry.writes:
@@ -41,7 +41,7 @@ def written(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
     return [v for v in values if isinstance(v, DistributedTensor)]
 
 
-def may_share(entry: Entry, args: Any, kwargs: Any) -> bool:
+def may_share(entry: OpEntry, args: Any, kwargs: Any) -> bool:
     """Returns whether operands of this signature, of which one is written, may overlap in a way that torch refuses."""
     targets = written(entry, args, kwargs)
     if not targets or (entry.out and len(targets) != len(entry.writes)):
@@ -53,7 +53,7 @@ def may_share(entry: Entry, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _reads(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
+def _reads(entry: OpEntry, args: Any, kwargs: Any) -> list[DistributedTensor]:
     """Returns the tensors that an operation does not write, and those that it reads besides."""
     found: list[DistributedTensor] = []
     for where, value in (*enumerate(args), *kwargs.items()):
@@ -63,7 +63,7 @@ def _reads(entry: Entry, args: Any, kwargs: Any) -> list[DistributedTensor]:
     return found
 
 
-def check_overlap(entry: Entry, plan: Plan, args: Any, kwargs: Any) -> None:
+def check_overlap(entry: OpEntry, plan: Plan, args: Any, kwargs: Any) -> None:
     """Raises local torch's RuntimeError where an operand lies partly in the memory of one that is written.
 
     Views are known by what torch's autograd notes of them, which is nothing in inference mode.
@@ -87,7 +87,7 @@ def _root(tensor: Any) -> Handle:
     return handle
 
 
-def first(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
+def first(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], call: list[Any], out: int) -> Any:
     """Issues a new plan's first call, in which the node compares the geometry of its results with the plan's."""
     written: list[Meta] = []
     kind = plan.values[0] if plan.kind == WARNS else plan.kind
@@ -121,7 +121,7 @@ def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
 
 
 def rare(
-    entry: Entry,
+    entry: OpEntry,
     plan: Plan,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -174,7 +174,7 @@ def rare(
     return result
 
 
-def _warn(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _warn(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Warns of a call, and returns the kind that its plan has otherwise; one tensor is issued as several are."""
     kind, each, value = plan.values
     trial.warn(entry.op, args, kwargs, value, each)
@@ -184,7 +184,7 @@ def _warn(entry: Entry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _reshape(
-    entry: Entry,
+    entry: OpEntry,
     plan: Plan,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

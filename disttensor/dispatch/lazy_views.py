@@ -17,7 +17,7 @@ from . import meta_inference
 from .asking import make_room
 from .call_site import here
 from .inplace_and_multi import checked
-from .op_plan import VIEW, Entry, Plan
+from .op_plan import VIEW, OpEntry, Plan
 from .op_table import handles, run_ordinary
 
 _inference = torch.is_inference_mode_enabled
@@ -78,7 +78,7 @@ def _materialise_bases(handle: Handle | None) -> None:
 
 
 @handles("view")
-def view(entry: Entry, args: Any, kwargs: Any) -> Any:
+def view(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Makes a lazy view, which costs no command until it is used."""
     base = args[0]
     if kwargs or type(base) is not DistributedTensor:  # a view of a list, or a factory that is tagged as a view
@@ -111,7 +111,7 @@ def view(entry: Entry, args: Any, kwargs: Any) -> Any:
     return tensor
 
 
-def _view_plan(entry: Entry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
+def _view_plan(entry: OpEntry, args: Any, kwargs: Any, meta: Meta, rest: tuple[Any, ...]) -> Plan | None:
     """Returns the plan of a view; None for calls that `run` has to issue: views that give lists, local operands."""
     if any(isinstance(v, torch.Tensor) for v in rest):
         return None

@@ -67,7 +67,7 @@ def _is_torchs(name: str) -> bool:
     return namespace == "aten" or (namespace == "prims" and hasattr(torch._prims, rest.partition(".")[0]))
 
 
-class Entry:
+class OpEntry:
     """The facts of an operator that do not depend on its arguments, its handler and its plans."""
 
     __slots__ = (

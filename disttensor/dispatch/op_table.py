@@ -8,15 +8,15 @@ from typing import Any
 from torch._ops import OpOverload
 
 from ..session import caches
-from .op_plan import Entry
+from .op_plan import OpEntry
 
 #: ``handler(entry, args, kwargs)``
-Handler = Callable[[Entry, Any, Any], Any]
+Handler = Callable[[OpEntry, Any, Any], Any]
 #: ``run(entry, args, kwargs, place)``
-Run = Callable[[Entry, Any, Any, Any], Any]
+Run = Callable[[OpEntry, Any, Any, Any], Any]
 
 #: id of an operator -> its entry. The entry holds the operator, so the id stays its own.
-entries: dict[int, Entry] = {}
+entries: dict[int, OpEntry] = {}
 _handlers: dict[OpOverload, Handler] = {}
 _kinds: dict[str, Handler] = {}
 _fallbacks: dict[str, Handler] = {}
@@ -51,7 +51,7 @@ def ordinary(fn: Run) -> Run:
     return fn
 
 
-def run_ordinary(entry: Entry, args: Any, kwargs: Any, place: Any) -> Any:
+def run_ordinary(entry: OpEntry, args: Any, kwargs: Any, place: Any) -> Any:
     """Runs an operator without its handler, for a handler that leaves a case to that."""
     return _ordinary[0](entry, args, kwargs, place)
 
@@ -68,11 +68,11 @@ def fallback(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def enter(op: OpOverload) -> Entry:
+def enter(op: OpOverload) -> OpEntry:
     """Returns the entry of an operator."""
     entry = entries.get(id(op))
     if entry is None:
-        entry = Entry(op)
+        entry = OpEntry(op)
         kinds = ("python", entry.python), ("composite", entry.composite), ("view", entry.view), ("value", entry.value)
         kind = next((name for name, applies in kinds if applies), "")
         entry.handler = _handlers.get(op) or _kinds.get(kind)

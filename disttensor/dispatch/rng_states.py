@@ -26,7 +26,7 @@ from ..session.places import Place, one_session
 from .call_site import here
 from .first_call import place_of
 from .lazy_views import materialise
-from .op_plan import Entry
+from .op_plan import OpEntry
 
 #: Bytes of a CUDA generator's state: seed and offset.
 _CUDA = 16
@@ -160,7 +160,7 @@ def _restored(device: str, state: torch.Tensor) -> torch._C.Generator:
     return torch.Generator(device=device).set_state(state)
 
 
-def drawn(run: Callable[..., Any], entry: Entry, args: Any, kwargs: Any, place: Place | None) -> Any:
+def drawn(run: Callable[..., Any], entry: OpEntry, args: Any, kwargs: Any, place: Place | None) -> Any:
     """Calls ``run`` with a generator of the user's among the arguments.
 
     Raises RuntimeError for a generator of another place, NotImplementedError for a local one, GraphError while a graph

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..collectives import all_gather, all_reduce_
-from ..dispatch.op_plan import Entry
+from ..dispatch.op_plan import OpEntry
 from ..dispatch.op_table import handler, run_ordinary
 from ..proxy.proxy import where_is
 from ..session.places import MeshPlace
@@ -59,7 +59,7 @@ def _norm(
 
 
 @handler(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default)
-def _unscale(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _unscale(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Has all ranks of a mesh know of a gradient that is not finite on one of them: they leave out the same steps."""
     result = run_ordinary(entry, args, kwargs, None)
     place = where_is(args[1])

@@ -21,7 +21,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from ..dispatch.call_site import here
 from ..dispatch.copies import fetch, is_dense
 from ..dispatch.lazy_views import materialise
-from ..dispatch.op_plan import Entry
+from ..dispatch.op_plan import OpEntry
 from ..dispatch.op_table import handler
 from ..proxy.meta import contiguous
 from ..proxy.proxy import OWN, DistributedTensor, method, operand_name, proxy, set_geometry
@@ -324,7 +324,7 @@ def new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @handler(aten.set_.source_Tensor)
-def _set(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _set(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Does ``x.set_(y)``: from now on x is y's remote tensor."""
     target, source = args
     _one_place(target, source)
@@ -333,7 +333,7 @@ def _set(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handler(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
-def _set_storage(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _set_storage(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     target, storage = args[:2]
     if not isinstance(storage, NodeStorage):
         raise RuntimeError(f"set_: the storage of a tensor on {target._place} can't be on {storage.device}")
@@ -347,7 +347,7 @@ def _set_storage(entry: Entry, args: Any, kwargs: Any) -> Any:
 
 
 @handler(aten.set_.default)
-def _set_nothing(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _set_nothing(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     target = args[0]
     nothing: Any = torch.empty(0, dtype=target.dtype, device=target.device)
     set_geometry(target, _with_bits_of(target, nothing)._h)

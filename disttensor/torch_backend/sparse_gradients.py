@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from ..dispatch.dispatch import run
 from ..dispatch.first_call import refuse_layout
-from ..dispatch.op_plan import Entry
+from ..dispatch.op_plan import OpEntry
 from ..dispatch.op_table import handler
 from ..proxy.printing import device_of
 from ..proxy.proxy import DistributedTensor
@@ -138,7 +138,7 @@ def _one_by_one(method: str, tensors: list[torch.Tensor], *rest: Any, **kwargs: 
 
 
 @handler(aten._sparse_coo_tensor_with_dims_and_tensors.default)
-def _make(entry: Entry, args: Any, kwargs: Any) -> SparseGradient:
+def _make(entry: OpEntry, args: Any, kwargs: Any) -> SparseGradient:
     """Makes a sparse gradient: the operator below ``torch.sparse_coo_tensor`` and the gradient of an embedding."""
     sparse_dim, dense_dim, size, indices, values = args
     if not (isinstance(indices, DistributedTensor) and isinstance(values, DistributedTensor)):
@@ -154,7 +154,7 @@ def _make(entry: Entry, args: Any, kwargs: Any) -> SparseGradient:
 
 
 @handler(aten._embedding_bag_backward.default)
-def _bag(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _bag(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     grad, indices, offsets, bag_of, sizes, _, rows, by_frequency, mode, sparse, weights, *padding = args
     if not sparse:
         return run(entry, args, kwargs, None)

@@ -27,7 +27,7 @@ Name: TypeAlias = tuple[object, int]
 
 
 @dataclass
-class Memory:
+class StorageImage:
     """A copy of a storage's content. Local operations may write it."""
 
     storage: torch.UntypedStorage
@@ -42,7 +42,7 @@ class Images:
 
     #: the tensor that the operation overwrites: one that nothing uses yet stays so, as a copy to it may be an upload
     target: torch.Tensor | None = None
-    memories: dict[Name, Memory] = field(default_factory=dict)
+    memories: dict[Name, StorageImage] = field(default_factory=dict)
     _seen: dict[int, tuple[torch.Tensor, torch.Tensor, Name]] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Images:
             storage = tensor.untyped_storage()
             name: Name = (None, storage._cdata)
             if name not in self.memories:
-                self.memories[name] = Memory(storage.clone(), tensor.detach(), tensor.dtype)
+                self.memories[name] = StorageImage(storage.clone(), tensor.detach(), tensor.dtype)
             geometry = (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             return _in(self.memories[name].storage, *geometry, (tensor.is_conj(), tensor.is_neg())), name
         return self._fetch(tensor)  # type: ignore[arg-type]  # what is left is a proxy
@@ -83,7 +83,7 @@ class Images:
         if tensor is self.target and _is_unused(home._h):
             empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
             name: Name = (home._h, 0)
-            self.memories.setdefault(name, Memory(empty.untyped_storage(), home, meta.dtype))
+            self.memories.setdefault(name, StorageImage(empty.untyped_storage(), home, meta.dtype))
             return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
         place = home._place
         told = memory_of(home)
@@ -91,7 +91,7 @@ class Images:
         name = (place.home, told.name)
         if name not in self.memories:
             content = fetch(_bytes(home, told.bytes)) if told.bytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-            self.memories[name] = Memory(content.clone().untyped_storage(), home, dtype)
+            self.memories[name] = StorageImage(content.clone().untyped_storage(), home, dtype)
         return _in(self.memories[name].storage, dtype, shape, told.stride, told.offset, bits), name
 
 

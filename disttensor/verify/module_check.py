@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """The findings of ``dt.check``. Prints as a table."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Report:
         return f"{head}\n{columns(rows)}"
 
 
-def check(model: Callable[..., Any], *args: Any, memory: int | None = None, **kwargs: Any) -> Report:
+def check(model: Callable[..., Any], *args: Any, memory: int | None = None, **kwargs: Any) -> CheckReport:
     """Runs a module, or a function of tensors, once without memory or values, and reports what will not run on a node.
 
         >>> class Clipped(torch.nn.Linear):
@@ -193,7 +193,7 @@ class _Mode(TorchDispatchMode):
 
     def __init__(self, model: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.report = Report()
+        self.report = CheckReport()
         self.backward = False  #: whether local tensors are no news
         self._names = {id(m): name for name, m in model.named_modules()} if isinstance(model, torch.nn.Module) else {}
         session = current.current()

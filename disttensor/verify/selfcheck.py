@@ -25,7 +25,7 @@ from ..dispatch import method_shortcuts
 from ..dispatch.call_site import here
 from ..dispatch.copies import move
 from ..dispatch.dispatch import dispatch, issue, run
-from ..dispatch.op_plan import Entry, Plan
+from ..dispatch.op_plan import OpEntry, Plan
 from ..dispatch.op_table import entries
 from ..proxy.meta import Handle, contiguous
 from ..proxy.proxy import DistributedTensor, operand_name, proxy
@@ -134,7 +134,7 @@ class SelfCheck:
         args = (proxy(h),) if b is None else (proxy(h), b)
         return self.operation(self._ops[name], args, {}, partial(issue, plan, h, b))
 
-    def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
+    def run(self, entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
         """Replaces ``dispatch.run``, where factories call it."""
         return self.operation(entry.op, args, kwargs, partial(run, entry, args, kwargs, place), place)
 

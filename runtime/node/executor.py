@@ -34,7 +34,7 @@ from .user_functions import Functions
 
 
 #: Invariant 1: commands are applied in issue order, each at most once (``apply``).
-class Executor(NodeState):
+class CommandExecutor(NodeState):
     """Applies commands in order. One per node, used by one thread."""
 
     def __init__(

@@ -16,7 +16,7 @@ from ..protocol import commands as c
 from ..protocol.errors import ClosedError
 from ..protocol.traits import kinds
 from ..transport.base import Spoke
-from .executor import Executor
+from .executor import CommandExecutor
 from .store import Pending
 
 #: Bytes that receives before their turn may take, not counting the first one.
@@ -29,7 +29,7 @@ _OVERTAKEN = kinds("overtaken")
 class Ahead:
     """Gives batches in order. ``look`` begins the receives of batches that have arrived meanwhile."""
 
-    def __init__(self, spoke: Spoke, executor: Executor) -> None:
+    def __init__(self, spoke: Spoke, executor: CommandExecutor) -> None:
         self._spoke = spoke
         self._executor = executor
         self._waiting: deque[tuple[c.Batch, int]] = deque()

@@ -1,7 +1,7 @@
 """The worker's process loop.
 
     life-line pipe --> bundle, then silence; its end means that the master is gone
-    Spoke.recv() --> decode --> Executor.apply --> replies --> Spoke.send()
+    Spoke.recv() --> decode --> CommandExecutor.apply --> replies --> Spoke.send()
 
 One thread receives and executes, so the default lane costs no hand-over between threads. A second one waits for the
 end of the life-line.
@@ -36,7 +36,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.bundle import PROTOCOL, Bundle, as_name, read_bundle
 from ..protocol.errors import ClosedError, ProtocolError
 from ..transport.base import Spoke
-from .executor import Executor
+from .executor import CommandExecutor
 from .own_bundle import set_own
 from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
@@ -81,7 +81,7 @@ class NodeWorker:
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
         context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection, bundle.data_silence)
         self.channels = Channels(maker(context), bundle.backend)
-        self.executor = Executor(
+        self.executor = CommandExecutor(
             bundle.rank,
             self._emit,
             self.channels,

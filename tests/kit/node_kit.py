@@ -8,7 +8,7 @@ from typing import Any
 from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, DataChannel, PeerInfo
 from disttensor.runtime.channel.opened import Channels
-from disttensor.runtime.node.executor import Executor
+from disttensor.runtime.node.executor import CommandExecutor
 from disttensor.runtime.node.process_groups import ProcessGroups
 from disttensor.runtime.node.user_functions import Functions
 from disttensor.runtime.protocol import codec
@@ -37,7 +37,7 @@ class Node:
         end = over(self.channel)
         channels = Channels(lambda name, number, joint: end, "inproc")
         groups = ProcessGroups(0, channels)
-        self.executor = Executor(
+        self.executor = CommandExecutor(
             0, self.replies.append, channels, AllowList(allow), Functions(functions, groups), simulate_cuda
         )
 

@@ -208,7 +208,7 @@ def test_behaviour_is_tested_by_public_names() -> None:
 
 REACHES = {
     "from disttensor.session import current": "disttensor.session.current",
-    "from disttensor.dispatch.op_plan import Entry": "disttensor.dispatch.op_plan.Entry",
+    "from disttensor.dispatch.op_plan import OpEntry": "disttensor.dispatch.op_plan.OpEntry",
     "import disttensor.runtime.master.link": "disttensor.runtime.master.link",
     "import disttensor as dt\ndt.session.current.session()": "dt.session.current",
     "import disttensor as dt\nx = dt.factories.ones(1)\nx._place": "x._place",

@@ -13,7 +13,7 @@ import pytest
 
 from disttensor.runtime.channel.tcp import handshake
 from disttensor.runtime.endpoints import frames
-from disttensor.runtime.node.executor import Executor
+from disttensor.runtime.node.executor import CommandExecutor
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.node.streams.scheduler import Scheduler
 from disttensor.runtime.protocol import arguments, codec, shared_objects, side
@@ -77,7 +77,7 @@ def test_every_command_has_a_row() -> None:
 
 
 def test_the_executor_does_every_command() -> None:
-    assert cases_of(Executor.other) == {kind.__name__ for kind in COMMANDS} - {"First"}  # it is a Call
+    assert cases_of(CommandExecutor.other) == {kind.__name__ for kind in COMMANDS} - {"First"}  # it is a Call
 
 
 def test_what_needs_its_operands_only_has_an_effect() -> None:

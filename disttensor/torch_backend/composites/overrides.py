@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from ...dispatch.copies import upload
 from ...dispatch.dispatch import as_torch_came, run, whole
-from ...dispatch.op_plan import Entry
+from ...dispatch.op_plan import OpEntry
 from ...dispatch.op_table import enter, handler
 from ...proxy.proxy import DistributedTensor, innermost
 from ...session import current, kernel_choice
@@ -82,7 +82,7 @@ def chosen(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
         _kernels.append((op, function))
 
-        def without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
+        def without_autograd(entry: OpEntry, args: Any, kwargs: Any) -> Any:
             with as_torch_came():
                 return function(*args, **kwargs)
 
@@ -218,7 +218,7 @@ for _name, _without in (
 
 
 @handler(aten.mkldnn_rnn_layer.default)
-def _rnn_layer(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _rnn_layer(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs oneDNN's layer. Torch's kernel looks at the grad mode instead of ``train``, so ``train`` takes that mode to
     the node."""
     return run(entry, (*args[:-1], torch.is_grad_enabled()), kwargs, None)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...dispatch import op_table
-from ...dispatch.op_plan import MAX_PLANS, Entry
+from ...dispatch.op_plan import MAX_PLANS, OpEntry
 from ...proxy.proxy import DistributedTensor
 from ...session import caches, kernel_choice
 from ...session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH
@@ -101,7 +101,7 @@ def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) 
 
 
 @op_table.handler(aten.scaled_dot_product_attention.default)
-def _without_autograd(entry: Entry, args: Any, kwargs: Any) -> Any:
+def _without_autograd(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...dispatch.dispatch import dispatch
-from ...dispatch.op_plan import Entry
+from ...dispatch.op_plan import OpEntry
 from ...dispatch.op_table import fallback
 from ...proxy.proxy import DistributedTensor
 
@@ -72,7 +72,7 @@ def _computes_as_cpu(tensors: list[Any]) -> bool:
 
 
 @fallback(*NARROW)
-def widened(entry: Entry, args: Any, kwargs: Any) -> Any:
+def widened(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs an operation in the wider dtype if it is one of `NARROW` and its node computes as a CPU; else returns
     NotImplemented."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -108,7 +108,7 @@ def _cast(x: torch.Tensor, to: dict[torch.dtype, torch.dtype]) -> Any:
 
 
 @fallback("nansum")
-def nansum(entry: Entry, args: Any, kwargs: Any) -> Any:
+def nansum(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Sums complex numbers without those that are NaN in either part; returns NotImplemented for other dtypes."""
     x, *dims = args
     if not x.dtype.is_complex or not _computes_as_cpu([x]):
