@@ -1,5 +1,8 @@
 """Training on many nodes: ``DataParallel``, ``fully_shard``, ``Pipeline``. docs/DATA_PARALLEL, SHARDED, PIPELINE.md"""
 
+from typing import TYPE_CHECKING
+
+from ..runtime.process.renamed import old_names
 from .asynchronous import (
     EASGD,
     Downpour,
@@ -45,3 +48,6 @@ __all__ = [
     "reduce_gradients",
     "whole_state_dict",
 ]
+
+if not TYPE_CHECKING:  # to type checkers, any name would be there
+    __getattr__ = old_names(__name__, {"Event": "TrainingEvent"})

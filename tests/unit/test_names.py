@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
-from sources import agree, refuse, source
+from sources import agree, product, refuse, source
 
 import disttensor as dt
 from disttensor import moved, public
@@ -105,6 +105,18 @@ def listed(theme: str) -> list[str]:
 def test_the_page_lists_each_theme() -> None:
     there = (f"dt.{theme}.{name}" for theme in THEMES for name in of_theme(theme))
     agree(there, (f"dt.{theme}.{name}" for theme in THEMES for name in listed(theme)), "NAMES.md lists all of a theme")
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    """Who reads ``Group`` in a traceback, a repr or a message knows which. One that is private to its file may be as
+    another one's; so may those of one file that stand for each other, as for versions of Python."""
+    files: dict[str, dict[str, str]] = {}
+    for file in product():
+        for found in file.nodes(ast.ClassDef):
+            if not found.name.startswith("_"):
+                files.setdefault(found.name, {})[file.name] = file.at(found)
+    twice = (f"{name}: {', '.join(at.values())}" for name, at in sorted(files.items()) if len(at) > 1)
+    refuse(twice, "the name of a class says which one it is")
 
 
 def test_a_star_shadows_nothing() -> None:
@@ -209,17 +221,18 @@ def test_what_never_was_is_not_found() -> None:
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        ("host.launch_spec", "Plan", "LaunchSpec"),
-        ("host.launch_spec", "plan_of_dtrun", "spec_of_dtrun"),
-        ("launch.tree.host_starter", "Engine", "HostStarter"),
-        ("launch.starters.piped", "PipedEngine", "PipedStarter"),
-        ("launch.starters.ssh", "SshEngine", "SshStarter"),
-        ("launch.starters.root_launcher", "PlannedLauncher", "RootLauncher"),
-        ("launch.starters.server_launcher", "ServedLauncher", "ServerLauncher"),
+        ("training", "Event", "TrainingEvent"),
+        ("runtime.host.launch_spec", "Plan", "LaunchSpec"),
+        ("runtime.host.launch_spec", "plan_of_dtrun", "spec_of_dtrun"),
+        ("runtime.launch.tree.host_starter", "Engine", "HostStarter"),
+        ("runtime.launch.starters.piped", "PipedEngine", "PipedStarter"),
+        ("runtime.launch.starters.ssh", "SshEngine", "SshStarter"),
+        ("runtime.launch.starters.root_launcher", "PlannedLauncher", "RootLauncher"),
+        ("runtime.launch.starters.server_launcher", "ServedLauncher", "ServerLauncher"),
     ],
 )
-def test_what_launchers_of_others_may_build_on_is_found_by_its_old_name(module: str, old: str, new: str) -> None:
-    found = importlib.import_module(f"disttensor.runtime.{module}")
+def test_what_others_may_build_on_is_found_by_its_old_name(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(f"disttensor.{module}")
     with pytest.warns(DeprecationWarning, match=rf"{old} is {new} now") as told:
         assert getattr(found, old) is getattr(found, new)
     assert told[0].filename == __file__
