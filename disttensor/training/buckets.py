@@ -39,20 +39,20 @@ class Bucket:
         self.views = [
             part.view(parameter.shape) for part, parameter in zip(self.flat.split(sizes), self.parameters, strict=True)
         ]
-        self.begin()
+        self.begin_backward()
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Begins a backward pass: no gradient is there yet."""
         self._missing = len(self.parameters)
         self.issued = False
 
-    def come(self, at: int) -> bool:
+    def mark_ready(self, at: int) -> bool:
         """Takes a gradient that is there. Returns whether it was the last one."""
-        self.take(at)
+        self.copy_grad_into_view(at)
         self._missing -= 1
         return not self._missing
 
-    def take(self, at: int) -> None:
+    def copy_grad_into_view(self, at: int) -> None:
         """Has the gradient of a parameter be the bucket's view, with its values; a missing one stays missing."""
         parameter, view = self.parameters[at], self.views[at]
         grad = parameter.grad
@@ -102,7 +102,7 @@ class Buckets:
         self._under_way: list[Work[Any]] = []
         for bucket in self._buckets:
             for at, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(_hook(self._came, bucket, at))
+                parameter.register_post_accumulate_grad_hook(_hook(self._autograd_hook, bucket, at))
 
     def weigh(self, weights: torch.Tensor | None) -> None:
         """Has each rank's gradients count by a number of its own from now on, and their sum be what is reduced."""
@@ -115,7 +115,7 @@ class Buckets:
         for work in works:
             work.result()
 
-    def settle(self) -> None:
+    def end_failed_backward(self) -> None:
         """Ends a backward pass that failed: what it has begun to reduce has been when this returns."""
         if self._open and torch._C._current_graph_task_id() != self._task:
             works, self._under_way = self._under_way, []
@@ -124,18 +124,18 @@ class Buckets:
                 work.wait()
 
     @torch.no_grad()
-    def _came(self, bucket: Bucket, at: int) -> None:
+    def _autograd_hook(self, bucket: Bucket, at: int) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
-        if self._reduces and bucket.come(at):
+        if self._reduces and bucket.mark_ready(at):
             self._issue(bucket)
 
     def _begin(self, task: int) -> None:
         """Begins a backward pass, which autograd has given a number."""
         if task < self._task:
             raise RuntimeError(_NESTED)
-        self.settle()
+        self.end_failed_backward()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         self._task, self._open = task, True
         if not self.held:
@@ -147,7 +147,7 @@ class Buckets:
             self._under_way = []
             self._left = len(self._buckets)
             for bucket in self._buckets:
-                bucket.begin()
+                bucket.begin_backward()
 
     @torch.no_grad()
     def _end(self, task: int) -> None:
@@ -161,7 +161,7 @@ class Buckets:
 
     def _issue(self, bucket: Bucket) -> None:
         for at in range(len(bucket.parameters)):  # those from passes that reduced nothing, of what this has not used
-            bucket.take(at)
+            bucket.copy_grad_into_view(at)
         share = self._share if self._weights is None else self._weights
         if share is not None:
             bucket.flat.mul_(share)

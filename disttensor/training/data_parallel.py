@@ -114,7 +114,7 @@ class DataParallel(torch.nn.Module):
         are not those of the construction.
         """
         self._same_parameters()
-        self._buckets.settle()
+        self._buckets.end_failed_backward()
         if self._spoilt and self._how is not None:
             with_buffers = [buffer for _, buffer in self._shared_buffers()]
             agree_(with_buffers, self._how, self.over)

@@ -15,12 +15,15 @@ The states of a group (`ShardedState`), and the methods that change them:
     UNSHARDED          whole ones         are there
     UNSHARDED_STALE    whole ones         of before are there, and those of now on their way
 
-    begin      SHARDED -> GATHERING, and where a part was written since: GATHERED -> GATHERED_STALE,
-               UNSHARDED -> UNSHARDED_STALE
-    ready      begins where it has to; then GATHERING, GATHERED_STALE -> GATHERED, UNSHARDED_STALE -> UNSHARDED
-    unshard    is ready; then GATHERED -> UNSHARDED
-    forget     what ``begin`` began: GATHERING -> SHARDED, GATHERED_STALE -> GATHERED, UNSHARDED_STALE -> UNSHARDED
-    reshard    all -> SHARDED, also by ``take`` and ``drop``, and where gathering fails
+    begin_all_gather        SHARDED -> GATHERING, and where a part was written since: GATHERED -> GATHERED_STALE,
+                            UNSHARDED -> UNSHARDED_STALE
+    ready                   begins where it has to; then GATHERING, GATHERED_STALE -> GATHERED,
+                            UNSHARDED_STALE -> UNSHARDED
+    unshard                 is ready; then GATHERED -> UNSHARDED
+    discard_unused_gather   what was begun: GATHERING -> SHARDED, GATHERED_STALE -> GATHERED,
+                            UNSHARDED_STALE -> UNSHARDED
+    reshard                 all -> SHARDED, also by ``accumulate_unsharded_grads`` and ``reset_after_failure``, and
+                            where gathering fails
 
 What a program has asked for (``held``, ``reduces``, ``after_forward``, ``after_backward``), whether autograd has saved
 something (``saved``) and gradients that wait (``waits``) go with each state.
@@ -141,7 +144,7 @@ class ParameterGroup:
         return self.sharded_state in (ShardedState.UNSHARDED, ShardedState.UNSHARDED_STALE)
 
     @torch.no_grad()
-    def begin(self, beside: bool) -> Work[Any] | None:
+    def begin_all_gather(self, beside: bool) -> Work[Any] | None:
         """Begins to gather the parameters, unless they are there or on their way."""
         if not self.parts:
             return None
@@ -166,7 +169,7 @@ class ParameterGroup:
     @torch.no_grad()
     def ready(self) -> list[torch.Tensor]:
         """Returns the whole parameters: gathers them, if they are not there, or not those of now."""
-        self.begin(beside=False)
+        self.begin_all_gather(beside=False)
         if self._coming is not None:
             (self.gathered, coming), self._coming, self.values = self._coming, None, None
             try:
@@ -203,31 +206,32 @@ class ParameterGroup:
             value._is_param = True  # for modules that ask whether it is one
             value._whole = self, i
         self._change(ShardedState.UNSHARDED)  # before, so that ``reshard`` undoes a part of it
-        self._give(made)
+        self._setattr_on_modules(made)
 
     def reshard(self) -> None:
         """Has the modules have the parts, and frees the whole parameters.
 
-        Modules that have parts already keep what they have: others may have come in the place of the parts (``adopt``).
+        Modules that have parts already keep what they have: others may have come in the place of the parts
+        (``reset_sharded_params``).
         """
         self._coming = self.values = None
         if self.is_whole:
-            self._give([part.parameter for part in self.parts])
+            self._setattr_on_modules([part.parameter for part in self.parts])
         self._change(ShardedState.SHARDED)
 
-    def forget(self) -> None:
+    def discard_unused_gather(self) -> None:
         """Forgets what was begun to be gathered, and not used, unless the user has asked for it."""
         if not self.held:
             self._coming = None
             self._change(_FORGOTTEN.get(self.sharded_state, self.sharded_state))
 
-    def drop(self) -> None:
+    def reset_after_failure(self) -> None:
         """Forgets what a backward pass that failed has left."""
         self._waiting = [None] * len(self.parts)
         self.saved = self.held = False
         self.reshard()
 
-    def _give(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _setattr_on_modules(self, parameters: Sequence[torch.Tensor]) -> None:
         for part, parameter in zip(self.parts, parameters, strict=True):
             for module, name in part.places:
                 module._parameters[name] = parameter  # type: ignore[assignment]
@@ -235,7 +239,7 @@ class ParameterGroup:
             if isinstance(module, nn.RNNBase):  # which has them in a list, too
                 module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
-    def adopt(self) -> None:
+    def reset_sharded_params(self) -> None:
         """Takes parameters that have come in the place of the parts, by ``load_state_dict(assign=True)`` or a move."""
         for part in self.parts:
             module, name = part.places[0]
@@ -282,7 +286,7 @@ class ParameterGroup:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def take(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def accumulate_unsharded_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Takes the gradients of the whole parameters from a backward pass that has all of them."""
         for i, grad in enumerate(grads):
             if grad is None:
@@ -345,7 +349,7 @@ class ReducedGradients:
     parts: list[ShardedParameter]
     flat: Any
 
-    def give(self) -> None:
+    def accumulate_grad(self) -> None:
         """Adds them to the parameters' gradients."""
         at = 0
         for part in self.parts:
@@ -375,7 +379,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         group: ParameterGroup = ctx.group
-        group.schedule.came(group, grads)
+        group.schedule.post_backward(group, grads)
         return None, *(None for _ in grads)
 
 

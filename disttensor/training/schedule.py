@@ -52,17 +52,17 @@ class GatherSchedule:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Is a forward pass of the outermost module."""
-        self.settle()
+        self.end_failed_backward()
         token, self._seen = running.set(self), []
         try:
             yield
         finally:
             running.reset(token)
             for group in self.order:
-                group.forget()  # what was begun, and not used
+                group.discard_unused_gather()  # what was begun, and not used
             self.order, self._seen = list(dict.fromkeys([*self._seen, *self.order])), []
 
-    def use(self, group: ParameterGroup) -> None:
+    def pre_forward_unshard(self, group: ParameterGroup) -> None:
         """Has a group's modules have the whole parameters; begins to gather those of the next one."""
         if not group.parts:
             return
@@ -71,12 +71,12 @@ class GatherSchedule:
         self._seen.append(group)
         at = self.order.index(group) + 1 if group in self.order else len(self.order)
         if at < len(self.order):
-            self.order[at].begin(beside=True)
+            self.order[at].begin_all_gather(beside=True)
         group.unshard()
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def again(self, group: ParameterGroup) -> list[torch.Tensor]:
+    def pre_backward_unshard(self, group: ParameterGroup) -> list[torch.Tensor]:
         """Returns the whole parameters for a backward pass, and begins to gather those that it uses next."""
         self._begin()
         values = group.ready()
@@ -90,15 +90,15 @@ class GatherSchedule:
         at = self.order.index(group) if group in self.order else 0
         before = next((g for g in reversed(self.order[:at]) if g.saved), None)
         if before is not None:
-            before.begin(beside=True)
+            before.begin_all_gather(beside=True)
             if before not in self._there:
                 self._there.append(before)
         return values
 
-    def came(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> None:
+    def post_backward(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> None:
         """Takes all gradients of a group: they are reduced beside the rest of the backward pass."""
         self._begin()
-        group.take(grads)
+        group.accumulate_unsharded_grads(grads)
         if group in self._there and group.values is None:
             self._there.remove(group)
         if group.reduces:
@@ -108,7 +108,7 @@ class GatherSchedule:
         reduced, works = group.reduce(beside=True)
         self._under_way += works
         for before in self._reduced:
-            before.give()
+            before.accumulate_grad()
         self._reduced = reduced
 
     def _begin(self) -> None:
@@ -130,7 +130,7 @@ class GatherSchedule:
             if group.reduces and group.waits:  # of passes before this one, which has not used it
                 self._reduce(group)
         for reduced in self._reduced:
-            reduced.give()
+            reduced.accumulate_grad()
         self._reduced = []
         for group in list(self._there):
             self._free(group)
@@ -143,13 +143,13 @@ class GatherSchedule:
         if group.after_backward and not group.held:
             group.reshard()
 
-    def settle(self) -> None:
+    def end_failed_backward(self) -> None:
         """Ends a backward pass that failed: what it has begun to reduce has been when this returns."""
         if self._open and not in_backward():
             works, self._under_way = self._under_way, []
             self._open, self._reduced = False, []
             for group in self.order:
-                group.drop()
+                group.reset_after_failure()
             for work in works:
                 work.wait()
 
@@ -200,7 +200,7 @@ class _Kept:
 
     def unpacked(self) -> torch.Tensor:
         with torch.no_grad():
-            value = self._group.schedule.again(self._group)[self._i].detach()
+            value = self._group.schedule.pre_backward_unshard(self._group)[self._i].detach()
             if not same_state(self._state, self._group.gathered):
                 raise RuntimeError(
                     f"fully_shard: a parameter of the group of {self._group.parts[self._i].name!r} was written between "

@@ -117,10 +117,10 @@ class FSDPModule:
         pass is the first that sees whole parameters, and a Work is returned, unless there is nothing to gather.
         """
         group = self._sharding.group
-        group.adopt()
+        group.reset_sharded_params()
         group.held = True
         if async_op:
-            return group.begin(beside=True)
+            return group.begin_all_gather(beside=True)
         group.unshard()
         return None
 
@@ -129,7 +129,7 @@ class FSDPModule:
         group = self._sharding.group
         group.held = False
         group.reshard()
-        group.adopt()
+        group.reset_sharded_params()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward passes reduce gradients. Those of passes that do not are kept, whole, on each rank, and
@@ -157,7 +157,7 @@ class FSDPModule:
         group.reshard()  # what goes elsewhere, or to another dtype, are the parts
         empty = [part for part in group.parts if part.parameter.is_meta]
         moved = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        group.adopt()
+        group.reset_sharded_params()
         for part in empty:
             part.clear_padding()
         return moved
@@ -198,7 +198,7 @@ class _Sharding:
     def forward(self, module: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         """Is a forward pass of the module; gives its arguments."""
         group, again = self.group, in_backward()
-        group.adopt()
+        group.reset_sharded_params()
         with contextlib.ExitStack() as stack:
             schedule = running.get()
             if schedule is None and not again:
@@ -215,10 +215,10 @@ class _Sharding:
             if torch.is_grad_enabled() and not Saving.on():
                 stack.enter_context(Saving())
             if again:  # a checkpoint computes it again
-                (group.schedule or self._outermost(module)).again(group)
+                (group.schedule or self._outermost(module)).pre_backward_unshard(group)
                 group.unshard()
             elif schedule is not None:
-                schedule.use(group)
+                schedule.pre_forward_unshard(group)
             policy = group.policy
             if policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None:
                 args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -234,13 +234,13 @@ class _Sharding:
         if self.group.parts and torch.is_grad_enabled() and not _is_torchs_layer(module):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(self._again)
+                    tensor.register_hook(self._pre_backward)
 
-    def _again(self, grad: torch.Tensor) -> None:
+    def _pre_backward(self, grad: torch.Tensor) -> None:
         schedule = self.group.schedule
         if in_backward() and not self.group.is_whole:
             with torch.enable_grad():
-                schedule.again(self.group)
+                schedule.pre_backward_unshard(self.group)
                 self.group.unshard()
 
     def _outermost(self, module: nn.Module) -> GatherSchedule:
@@ -398,7 +398,7 @@ def _own_entries(
 
 
 def _after_load(module: Any, keys: Any) -> None:
-    module._sharding.group.adopt()  # with assign=True: what the optimizer is made of next are parts
+    module._sharding.group.reset_sharded_params()  # with assign=True: what the optimizer is made of next are parts
 
 
 def _names(module: Any) -> Iterator[tuple[ShardedParameter, list[str]]]:

@@ -42,13 +42,13 @@ class Made:
 
     def write_and_begin(self) -> None:
         self.write()
-        self.group.begin(beside=True)
+        self.group.begin_all_gather(beside=True)
 
     def replace(self) -> None:
         """As a load with assign=True does, which reshards first."""
         self.group.reshard()
         self.module.weight = nn.Parameter(torch.rand(ROWS, COLUMNS))
-        self.group.adopt()
+        self.group.reset_sharded_params()
 
     def fail(self) -> None:
         """A node is lost while the group is gathered."""
@@ -70,7 +70,7 @@ class Made:
 
 #: What may happen to a group, and the states that it changes by that; others stay.
 EVENTS: dict[str, tuple[Callable[[Made], object], dict[ShardedState, ShardedState]]] = {
-    "begin": (lambda it: it.group.begin(beside=True), {SHARDED: GATHERING}),
+    "begin": (lambda it: it.group.begin_all_gather(beside=True), {SHARDED: GATHERING}),
     "ready": (
         lambda it: it.group.ready(),
         {SHARDED: GATHERED, GATHERING: GATHERED, GATHERED_STALE: GATHERED, UNSHARDED_STALE: UNSHARDED},
@@ -78,11 +78,14 @@ EVENTS: dict[str, tuple[Callable[[Made], object], dict[ShardedState, ShardedStat
     "unshard": (lambda it: it.group.unshard(), dict.fromkeys(ShardedState, UNSHARDED)),
     "reshard": (lambda it: it.group.reshard(), dict.fromkeys(ShardedState, SHARDED)),
     "forget": (
-        lambda it: it.group.forget(),
+        lambda it: it.group.discard_unused_gather(),
         {GATHERING: SHARDED, GATHERED_STALE: GATHERED, UNSHARDED_STALE: UNSHARDED},
     ),
-    "take": (lambda it: it.group.take([torch.ones(2 * ROWS, COLUMNS), None]), dict.fromkeys(ShardedState, SHARDED)),
-    "drop": (lambda it: it.group.drop(), dict.fromkeys(ShardedState, SHARDED)),
+    "take": (
+        lambda it: it.group.accumulate_unsharded_grads([torch.ones(2 * ROWS, COLUMNS), None]),
+        dict.fromkeys(ShardedState, SHARDED),
+    ),
+    "drop": (lambda it: it.group.reset_after_failure(), dict.fromkeys(ShardedState, SHARDED)),
     "write": (Made.write, {}),
     "write and begin": (
         Made.write_and_begin,
@@ -179,7 +182,7 @@ def test_modules_that_have_parts_keep_them() -> None:
     made = Made()
     loaded = made.module.weight = nn.Parameter(torch.rand(ROWS, COLUMNS))
     made.group.reshard()
-    made.group.adopt()
+    made.group.reset_sharded_params()
     assert made.module.weight is loaded
     right_in_the_end(made)
 
@@ -187,8 +190,8 @@ def test_modules_that_have_parts_keep_them() -> None:
 def test_what_is_held_is_not_forgotten() -> None:
     made = Made()
     made.group.held = True
-    made.group.begin(beside=True)
-    made.group.forget()
+    made.group.begin_all_gather(beside=True)
+    made.group.discard_unused_gather()
     assert made.group.sharded_state is GATHERING
 
 
@@ -197,5 +200,5 @@ def test_parameters_that_were_replaced_are_of_no_group() -> None:
     made = Made()
     before = list(made.module.parameters())
     made.module.weight = nn.Parameter(torch.ones(ROWS, COLUMNS))
-    made.group.adopt()
+    made.group.reset_sharded_params()
     assert [id(p) in group_of_part for p in (*made.module.parameters(), *before)] == [True, True, False, True]
