@@ -69,7 +69,7 @@ class SessionObjects:
         """Pickles a function that is in an item. Raises TypeError."""
         return pickled_alone(function, self._session, what)
 
-    def note(self, handle: handles.ObjectHandle, name: str) -> None:
+    def register_name(self, handle: handles.ObjectHandle, name: str) -> None:
         """Has a handle be found by its name."""
         self.named[type(handle).__name__, name] = handle
         self._names.append(handle)
@@ -99,7 +99,7 @@ class SessionObjects:
 
     def close(self) -> None:
         """Ends all waits, and the connections."""
-        self.objects.end("the session has ended")
+        self.objects.close("the session has ended")
         threads = handles.here.pop(self._session.job, None)
         if isinstance(threads, Local):
             threads.close()

@@ -113,7 +113,7 @@ class ActorHandle(Counted):
         ask = reach.asking()
         ask.expect_later()
         drop = s.Drop(ask.number(), (reach._number,))
-        weakref.finalize(self, ask.tell_later, drop).atexit = False
+        weakref.finalize(self, ask.notify_later, drop).atexit = False
 
     @property
     def node(self) -> int:
@@ -176,7 +176,7 @@ class Calling:
     def __init__(self, reach: Reach, what: str, request: s.Invoke, site: Site | None) -> None:
         self._reach, self._what, self._site = reach, what, site
         self._slot = _Told(request, f"{what} on node {reach.about.node}")
-        reach.asking().begin(self._slot)
+        reach.asking().ask_async(self._slot)
 
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
@@ -234,11 +234,11 @@ class Calling:
         if caller is None or seconds is not None or slot.answer is not None:
             answer = slot.wait(seconds)
         else:
-            caller.awaits(lambda of: ask.tell(s.AwaitAnswer(ask.number(), (of,), slot.request.call)))
+            caller.awaits(lambda of: ask.notify(s.AwaitAnswer(ask.number(), (of,), slot.request.call)))
             try:
                 answer = slot.wait()
             except BaseException:
-                caller.awaits(lambda of: ask.tell(s.AwaitAnswer(ask.number(), (of,))))
+                caller.awaits(lambda of: ask.notify(s.AwaitAnswer(ask.number(), (of,))))
                 raise
             finally:
                 caller.awaits(None)
@@ -313,7 +313,7 @@ def serve(token: torch.Tensor, number: int, found: ServiceRoute, about: About) -
     reach = Reach(number, found, about)
     ask = reach.asking()
     with actor.lock:
-        actor.retire = lambda: ask.tell(s.Retire(ask.number(), (number,)))
+        actor.retire = lambda: ask.notify(s.Retire(ask.number(), (number,)))
         if actor.object is None:
             actor.retire()
     threading.Thread(
@@ -331,7 +331,7 @@ def _serve(actor: actors.ActorInstance, reach: Reach, place: where.Where | None)
     while True:
         slot = AnswerSlot(s.Serve(ask.number(), (number,), ended, item, raised))
         try:
-            ask.begin(slot)
+            ask.ask_async(slot)
         except DisttensorError:  # the connection has ended, and so has this node
             return
         answer = slot.wait(own_thread=True)

@@ -50,7 +50,7 @@ class ActorState(Object):
         self._handles[party] += number
         self._settle_handles()
 
-    def gone(self, party: int) -> None:
+    def release_party(self, party: int) -> None:
         self._handles.pop(party, None)
         self._settle_handles()
 
@@ -95,7 +95,7 @@ class ActorState(Object):
             wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"node {wait.party} has no such actor"))
         elif wait.size > s.MAX_ITEM + OVERHEAD:
             wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"its arguments have {wait.size} bytes"))
-        elif self.all.hold(wait):
+        elif self.all.enqueue(wait):
             for actor in named:
                 actor.hand(_CALLS)
             self.waits.append(wait)
@@ -111,7 +111,7 @@ class ActorState(Object):
             wait.answer(ObjectAnswer(request.call, s.SHUT))
         elif self._serving is not None or self._running is not None:
             wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"the actor {self.name} is served already"))
-        elif self.all.hold(wait):
+        elif self.all.enqueue(wait):
             self._serving = wait
             self._give()
 
@@ -133,7 +133,7 @@ class ActorState(Object):
             ),
         )  # fmt: skip
 
-    def forget(self, wait: WaitingRequest) -> None:
+    def remove_waiting(self, wait: WaitingRequest) -> None:
         if wait is self._serving:
             self._serving = None
         elif wait in self.waits:

@@ -71,17 +71,17 @@ class Local:
             self._told(answer.count)
         return answer
 
-    def begin(self, slot: AnswerSlot) -> None:
+    def ask_async(self, slot: AnswerSlot) -> None:
         self.objects.ask(SCRIPT, slot.request, slot.fill)
 
-    def tell(self, request: s.Asking) -> None:
+    def notify(self, request: s.Asking) -> None:
         self.objects.ask(SCRIPT, request, lambda _: None)
 
-    def tell_later(self, request: s.Asking) -> None:
+    def notify_later(self, request: s.Asking) -> None:
         self._later.put(request)
 
     def expect_later(self) -> None:
-        """Has what ``tell_later`` gets be asked from now on."""
+        """Has what ``notify_later`` gets be asked from now on."""
         with self._starting:
             if self._telling is None:
                 thread = threading.Thread(target=self._tell, name="disttensor-dropped", daemon=True)
@@ -94,13 +94,13 @@ class Local:
 
     def _tell(self) -> None:
         while (request := self._later.get()) is not None:
-            self.tell(request)
+            self.notify(request)
 
     @uninterrupted
     def _abandon(self, slot: AnswerSlot) -> None:
         self.objects.withdraw(SCRIPT, slot.request.call)
         if slot.answer is not None and (put := back(slot.request, slot.answer, self.number())) is not None:
-            self.tell(put)
+            self.notify(put)
 
 
 class Client:
@@ -127,7 +127,7 @@ class Client:
     def ask(self, request: s.Asking, timeout: float | None = None) -> ObjectAnswer:
         slot = AnswerSlot(request)
         try:
-            self.begin(slot)
+            self.ask_async(slot)
             if slot.wait(timeout) is None:
                 self._out.put(s.Withdraw(request.call))
             answer = slot.wait()
@@ -138,7 +138,7 @@ class Client:
             raise DisttensorError(self._ended or "the session has ended")
         return answer
 
-    def begin(self, slot: AnswerSlot) -> None:
+    def ask_async(self, slot: AnswerSlot) -> None:
         own()  # a process that was forked has the connection, and nobody who uses it
         message = s.encode_request(slot.request)
         self._slots[slot.request.call] = slot
@@ -146,10 +146,10 @@ class Client:
         if self._ended:
             raise DisttensorError(self._ended)
 
-    def tell(self, request: s.Asking) -> None:
+    def notify(self, request: s.Asking) -> None:
         self._out.put(s.encode_request(request))
 
-    tell_later = tell  # a put takes no lock that a finalizer could wait for
+    notify_later = notify  # a put takes no lock that a finalizer could wait for
 
     def expect_later(self) -> None:
         """Does nothing: a thread sends what it gets already."""

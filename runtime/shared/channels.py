@@ -25,7 +25,7 @@ class ChannelState(Object):
         self.taking: deque[WaitingRequest] = deque()
 
     @property
-    def tells(self) -> bool:
+    def reports_losses(self) -> bool:
         return self.shared and not self.closed
 
     def ask(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
@@ -39,7 +39,7 @@ class ChannelState(Object):
                     while self.items:
                         self._pop()
                 wait.answer(ObjectAnswer(call, s.OK))
-                self.settle()
+                self.answer_waiting()
             case s.Put():
                 wait.size = wait.request.item.nbytes + OVERHEAD
                 self._put(wait, wait.request)
@@ -55,18 +55,18 @@ class ChannelState(Object):
         elif request.back:  # it has been in already: a channel that was closed meanwhile takes it, too
             self._push(wait, first=True)
             wait.answer(ObjectAnswer(call, s.OK))
-            self.settle()
+            self.answer_waiting()
         elif self.closed:
             wait.answer(ObjectAnswer(call, s.SHUT))
         elif not self.putting and self._room(wait):
             self._push(wait)
             wait.answer(ObjectAnswer(call, s.OK))
-            self.settle()
+            self.answer_waiting()
         elif not request.wait:
             wait.answer(ObjectAnswer(call, s.FULL))
-        elif not self.all.tell(wait, [self]) and self.all.hold(wait):
+        elif not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
             self.putting.append(wait)
-            self.settle()  # those before it may wait for what they have elsewhere, and there is room
+            self.answer_waiting()  # those before it may wait for what they have elsewhere, and there is room
 
     def _take(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
         request = wait.request
@@ -74,7 +74,7 @@ class ChannelState(Object):
         for channel in (*found[first:], *found[:first]):
             if channel.items:
                 channel._give(wait)
-                channel.settle()
+                channel.answer_waiting()
                 return
         for channel in found:
             if (news := channel.news(request.call)) is not None:
@@ -84,7 +84,7 @@ class ChannelState(Object):
             wait.answer(ObjectAnswer(request.call, s.SHUT))
         elif not request.wait:
             wait.answer(ObjectAnswer(request.call, s.EMPTY))
-        elif not self.all.tell(wait, found) and self.all.hold(wait):
+        elif not self.all.report_loss(wait, found) and self.all.enqueue(wait):
             for channel in dict.fromkeys(found):
                 channel.taking.append(wait)
 
@@ -95,7 +95,7 @@ class ChannelState(Object):
     def waiting(self) -> Iterable[WaitingRequest]:
         return (*self.taking, *self.putting)
 
-    def forget(self, wait: WaitingRequest) -> None:
+    def remove_waiting(self, wait: WaitingRequest) -> None:
         queue = self.putting if isinstance(wait.request, s.Put) else self.taking
         if wait in queue:
             queue.remove(wait)
@@ -103,7 +103,7 @@ class ChannelState(Object):
     def in_vain(self, wait: WaitingRequest) -> int:
         return s.FULL if isinstance(wait.request, s.Put) else s.EMPTY
 
-    def settle(self) -> None:
+    def answer_waiting(self) -> None:
         moved = True
         while moved:
             moved = False

@@ -29,4 +29,4 @@ def tell_end(ask: Caller, holder: Holder, request: s.Asking) -> None:
         if holder.is_function:  # when the script gets its result, it is done
             ask.ask(request)
         else:  # a thread that is about to be gone, where nothing may wait
-            ask.tell(request)
+            ask.notify(request)

@@ -60,7 +60,7 @@ class ObjectsOwner(Protocol):
     def pickled(self, function: Any, what: str) -> bytes:
         """Pickles a function that is in an item. Raises TypeError."""
 
-    def note(self, handle: ObjectHandle, name: str) -> None:
+    def register_name(self, handle: ObjectHandle, name: str) -> None:
         """Has a handle be found by its name."""
 
     def where(self, number: int) -> ServiceRoute:
@@ -121,7 +121,7 @@ class ObjectHandle:
     def _be_found(self) -> None:
         """Has it be found by its name; called when it is whole."""
         if self.name is not None and self._holder is not None:
-            self._holder.note(self, self.name)
+            self._holder.register_name(self, self.name)
 
     @classmethod
     def _made_by(cls) -> ObjectsOwner:

@@ -158,7 +158,7 @@ class Barrier(ObjectHandle):
                 answer = ask.ask(s.Passed(ask.number(), (self._number,)))
         except BaseException as e:
             why = f"did its action, which raised {type(e).__name__}"[:WORDS]
-            ask.tell(s.Abort(ask.number(), (self._number,), arrive.who, why, acting=arrive.call))
+            ask.notify(s.Abort(ask.number(), (self._number,), arrive.who, why, acting=arrive.call))
             raise
         if answer.said == s.BROKEN:
             raise threading.BrokenBarrierError(f"{self!r} is broken: {answer.why}")

@@ -41,7 +41,7 @@ class LockState(Object):
                     wait.answer(
                         ObjectAnswer(call, s.REFUSED, why=f"{self.who} has it already, and would wait for itself")
                     )
-                elif self.all.hold(wait):
+                elif self.all.enqueue(wait):
                     self.waits.append(wait)
             case s.Release(holder=holder) as request:
                 if self.holder == (party, holder):
@@ -57,7 +57,7 @@ class LockState(Object):
                     why = f"{self.who} has it, and only that may release it" if self.holder else "nobody has it"
                     wait.answer(ObjectAnswer(call, s.REFUSED, why=why))
 
-    def gone(self, party: int) -> None:
+    def release_party(self, party: int) -> None:
         if self.holder is not None and self.holder[0] == party:
             self.abandoned = f"{self.who} had it, and that node is gone"
             self._free()
@@ -96,7 +96,7 @@ class BarrierState(Object):
     def waiting(self) -> Iterable[WaitingRequest]:
         return (*self._passing, *self._come)
 
-    def forget(self, wait: WaitingRequest) -> None:
+    def remove_waiting(self, wait: WaitingRequest) -> None:
         for waiting in (self._passing, self._come):
             if wait in waiting:
                 waiting.remove(wait)
@@ -112,7 +112,7 @@ class BarrierState(Object):
                 if self.broken:
                     wait.answer(ObjectAnswer(call, s.BROKEN, why=self.broken))
                 elif len(self._come) < self.parties - 1 or self._acting is not None:
-                    if self.all.hold(wait):
+                    if self.all.enqueue(wait):
                         self._come.append(wait)
                 else:
                     self._all_here(wait)
@@ -139,7 +139,7 @@ class BarrierState(Object):
         self._break(f"{_named(wait.request.who, wait.party)} stopped waiting: its time limit, or an interrupt")
         return s.BROKEN
 
-    def gone(self, party: int) -> None:
+    def release_party(self, party: int) -> None:
         left, self._left = self._left, []
         if self._acting is not None and self._acting.party == party:
             left.append(_named(self._acting.request.who, party))

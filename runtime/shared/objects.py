@@ -60,14 +60,15 @@ class Object:
         self.shared = True
 
     def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
-        """Answers a request about the objects ``found``, of which this is the first; or has it wait (``all.hold``)."""
+        """Answers a request about the objects ``found``, of which this is the first; or ``all.enqueue`` has it
+        wait."""
         raise NotImplementedError
 
     def waiting(self) -> Iterable[WaitingRequest]:
         """Returns who waits here, in order."""
         return self.waits
 
-    def forget(self, wait: WaitingRequest) -> None:
+    def remove_waiting(self, wait: WaitingRequest) -> None:
         """Takes out who does not wait any more."""
         if wait in self.waits:
             self.waits.remove(wait)
@@ -76,21 +77,21 @@ class Object:
         """Returns what a wait is told that its own party ends."""
         return s.EMPTY
 
-    def settle(self) -> None:
+    def answer_waiting(self) -> None:
         """Answers all that can be answered now, in order."""
 
-    def gone(self, party: int) -> None:
+    def release_party(self, party: int) -> None:
         """Frees what a lost node has here. It waits for nothing by then."""
 
     @property
-    def tells(self) -> bool:
+    def reports_losses(self) -> bool:
         """True where who waits may do so in vain once a node is lost."""
         return self.shared
 
     def lost(self, rank: int, why: str) -> None:
         """Tells who waits of a node's loss, once: what they wait for may never come. The script is told when it is
         about to wait if it does not now."""
-        if self.tells:
+        if self.reports_losses:
             waiting = list(self.waiting())
             for wait in waiting:
                 self.all.finish(wait, ObjectAnswer(wait.request.call, s.LOST, count=rank, why=why))
@@ -175,7 +176,7 @@ class Objects:
                 x.lost(rank, why)
 
     @uninterrupted
-    def end(self, why: str) -> None:
+    def close(self, why: str) -> None:
         """Answers all that wait, and all that ask from now on: the session has ended."""
         with self._lock:
             self._ended = why
@@ -196,7 +197,7 @@ class Objects:
         """Returns objects by their numbers, but for those that are of another kind."""
         return [x for x in map(self._objects.get, numbers) if isinstance(x, kind)]
 
-    def hold(self, wait: WaitingRequest) -> bool:
+    def enqueue(self, wait: WaitingRequest) -> bool:
         """Has a request wait; or refuses it, where too many of that node do. Returns whether it waits."""
         key = wait.party, wait.request.call
         count, size = self._waiting.get(wait.party, (0, 0))
@@ -223,11 +224,11 @@ class Objects:
         self._waiting[wait.party] = count - 1, size - wait.size
         for number in wait.request.of:
             if (x := self._objects.get(number)) is not None:
-                x.forget(wait)
+                x.remove_waiting(wait)
         if answer is not None:
             wait.answer(answer)
 
-    def tell(self, wait: WaitingRequest, found: Iterable[Object]) -> bool:
+    def report_loss(self, wait: WaitingRequest, found: Iterable[Object]) -> bool:
         """Tells the script, which is about to wait, of a loss that it has not been told. Returns whether there was
         one."""
         if wait.party == SCRIPT:
@@ -243,7 +244,7 @@ class Objects:
         held = self._held.get(party, 0)
         return party == SCRIPT or not held or held + size <= MAX_HELD
 
-    def held(self, party: int) -> int:
+    def bytes_of(self, party: int) -> int:
         """Returns the bytes that are kept for a party."""
         return self._held.get(party, 0)
 
@@ -258,10 +259,10 @@ class Objects:
         if party != SCRIPT and before > MAX_HELD // 2:
             for other in list(self._objects.values()):
                 if other is not besides:
-                    other.settle()
+                    other.answer_waiting()
 
     def _leave(self, rank: int) -> None:
         for wait in [wait for (party, _), wait in self._waits.items() if party == rank]:
             self.finish(wait, None)
         for x in list(self._objects.values()):
-            x.gone(rank)
+            x.release_party(rank)

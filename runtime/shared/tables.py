@@ -69,7 +69,7 @@ class Table(Object):
                 for key in list(self._entries):
                     self._drop(key)
             case s.WAIT if entry is None:
-                if not self.all.tell(wait, [self]) and self.all.hold(wait):
+                if not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
                     self.waits.append(wait)
             case _:  # to read it, or there is none
                 self._tell(wait, entry, s.OK if entry is not None else s.EMPTY)
@@ -87,7 +87,8 @@ class Table(Object):
             wait.answer(ObjectAnswer(call, s.REFUSED, why=why))
             return
         if not self.all.room(party, size - mine):
-            why = f"node {party} has {self.all.held(party)} bytes in what the script holds for all, and this has {size}"
+            held = self.all.bytes_of(party)
+            why = f"node {party} has {held} bytes in what the script holds for all, and this has {size}"
             wait.answer(ObjectAnswer(call, s.REFUSED, why=f"{why}; take something out before"))
             return
         if entry is None:

@@ -62,14 +62,14 @@ class Caller(Protocol):
         """Asks, and waits for the answer; after ``timeout`` seconds withdraws the request. One that is interrupted puts
         back what it has taken."""
 
-    def begin(self, slot: AnswerSlot) -> None:
+    def ask_async(self, slot: AnswerSlot) -> None:
         """Asks what a slot is for, and does not wait; the answer comes into it."""
 
-    def tell(self, request: Asking) -> None:
+    def notify(self, request: Asking) -> None:
         """Asks, and drops the answer."""
 
-    def tell_later(self, request: Asking) -> None:
-        """Asks as ``tell``, in a finalizer: takes no lock."""
+    def notify_later(self, request: Asking) -> None:
+        """Asks as ``notify``, in a finalizer: takes no lock."""
 
     def expect_later(self) -> None:
-        """Has what ``tell_later`` gets be asked from now on."""
+        """Has what ``notify_later`` gets be asked from now on."""

@@ -78,29 +78,29 @@ class WorkQueueState(ChannelState):
             case s.Lease() as request:
                 if self.items:
                     self._give(wait)
-                    self.settle()
+                    self.answer_waiting()
                 elif self._over:
                     wait.answer(ObjectAnswer(call, s.SHUT))
                 elif not request.wait:
                     wait.answer(ObjectAnswer(call, s.EMPTY))
-                elif not self.all.tell(wait, [self]) and self.all.hold(wait):
+                elif not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
                     self.taking.append(wait)
             case s.TaskDone(holder=holder) as request:
                 wait.size = request.item.nbytes + OVERHEAD if request.item is not None else 0
                 if wait.size > s.MAX_ITEM + OVERHEAD:
                     wait.answer(ObjectAnswer(call, s.REFUSED, why=f"a result has {wait.size} bytes"))
                 elif self._finish(wait):
-                    self.settle()  # what was done takes no room any more
-                elif self.all.hold(wait):
+                    self.answer_waiting()  # what was done takes no room any more
+                elif self.all.enqueue(wait):
                     self._finishing.append(wait)
             case s.Return(holder=holder) as request:
                 if (party, holder) in self._leases:
                     self._back(party, holder, request.lease, request.why if request.counted else "", -1)
                 wait.answer(ObjectAnswer(call, s.OK))
-                self.settle()
+                self.answer_waiting()
             case s.JoinQueue():
                 if self._unfinished:
-                    if not self.all.tell(wait, [self]) and self.all.hold(wait):
+                    if not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
                         self._joining.append(wait)
                 else:
                     wait.answer(self.dropped(call) or ObjectAnswer(call, s.OK))
@@ -114,7 +114,7 @@ class WorkQueueState(ChannelState):
     def waiting(self) -> Iterable[WaitingRequest]:
         return (*super().waiting(), *self._joining)
 
-    def forget(self, wait: WaitingRequest) -> None:
+    def remove_waiting(self, wait: WaitingRequest) -> None:
         for queue in (self.putting, self.taking, self._finishing, self._joining):
             if wait in queue:
                 queue.remove(wait)
@@ -122,14 +122,14 @@ class WorkQueueState(ChannelState):
     def in_vain(self, wait: WaitingRequest) -> int:
         return s.FULL if isinstance(wait.request, s.Put | s.TaskDone) else s.EMPTY
 
-    def gone(self, party: int) -> None:
+    def release_party(self, party: int) -> None:
         self._workers.discard(party)
         for of, holder in [key for key in self._leases if key[0] == party]:
             self._back(of, holder, None, "had it when its node was lost", party)
-        self.settle()
+        self.answer_waiting()
 
     @property
-    def tells(self) -> bool:
+    def reports_losses(self) -> bool:
         return self.shared and not (self.closed and not self._unfinished)
 
     def misses(self, rank: int) -> bool:
@@ -202,7 +202,7 @@ class WorkQueueState(ChannelState):
         if item is not None and not shut:
             self.answers._push(wait)
         wait.answer(ObjectAnswer(call, s.SHUT if item is not None and shut else s.OK, left=len(leased)))
-        self.answers.settle()
+        self.answers.answer_waiting()
         self._finished(task)
         return True
 
@@ -229,10 +229,10 @@ class WorkQueueState(ChannelState):
                 self._given_up.append(task)
                 self._finished(task)
 
-    def settle(self) -> None:
+    def answer_waiting(self) -> None:
         ended = True
         while ended:  # what ends a result's wait may make room here
-            super().settle()
+            super().answer_waiting()
             ended = any([self._finish(wait) for wait in list(self._finishing) if not wait.over])
 
     def _settle_ends(self) -> None:
@@ -249,4 +249,4 @@ class WorkQueueState(ChannelState):
                 self.all.finish(self._joining[0], ObjectAnswer(self._joining[0].request.call, s.OK))
             if self.closed and not self.answers.closed:
                 self.answers.closed = True
-                self.answers.settle()
+                self.answers.answer_waiting()

@@ -62,7 +62,7 @@ def served() -> Iterator[tuple[Objects, list[Node]]]:
     serving = Service(hub, objects, objects.lost)
     spokes = [ZmqSpoke(hub.address, server[0], *key, rank) for rank, key in enumerate(keys)]
     yield objects, [Node(spoke) for spoke in spokes]
-    objects.end("over")
+    objects.close("over")
     serving.close()
     for spoke in spokes:
         spoke.close()
@@ -151,7 +151,7 @@ def test_two_of_one_process_wait_side_by_side(pool: ThreadPoolExecutor) -> None:
         assert [one.result(30).said for one in waiting] == [s.OK] * len(callers)
         assert not objects._waits
     finally:
-        objects.end("the test is over")
+        objects.close("the test is over")
 
 
 def test_a_number_that_waits_already_is_refused() -> None:
