@@ -123,7 +123,7 @@ class Saves:
         """Waits for the save under way; raises its error, if nobody has asked for it."""
         last = self.last
         if last is not None:
-            last.settle()
+            last.wait_without_raising()
             error = last.unasked()
             if error is not None:
                 error.add_note("  this is what an earlier async_save has failed with; its Work was not asked")
@@ -153,7 +153,7 @@ class Saves:
                 raise
         if self.last is None:
             return []
-        self.last.settle()
+        self.last.wait_without_raising()
         unasked = self.last.unasked()
         return [] if unasked is None else [unasked]
 
@@ -183,7 +183,7 @@ class _Saving(Work[None]):
             del job
             self._ended.finish()
 
-    def settle(self, timeout: float | None = None) -> None:
+    def wait_without_raising(self, timeout: float | None = None) -> None:
         """Waits for its end, for ``timeout`` seconds at most, and raises nothing for it."""
         self._thread.join(timeout)
 

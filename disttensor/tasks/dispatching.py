@@ -99,7 +99,7 @@ class Dispatcher:
         """Has the thread end when all is done, or has been cancelled. Takes no lock: a finalizer may call it."""
         self._put(partial(self._end, cancel))
 
-    def settle(self, deadline: float | None) -> bool:
+    def wait_until_idle(self, deadline: float | None) -> bool:
         """Waits until there is nothing to do, or until a time of time.monotonic; returns whether it is so."""
         if threading.current_thread() is self._thread:  # a future's callback, which the rest waits for
             return False
@@ -246,7 +246,7 @@ class Dispatchers:
         """Waits until all that was submitted is done, or until a time of time.monotonic. Returns what Ctrl-C has
         cancelled at the interpreter's end."""
         for each in list(self._living):
-            each.settle(deadline)
+            each.wait_until_idle(deadline)
         errors, _given_up[:] = list(_given_up), []
         return errors
 
@@ -258,7 +258,7 @@ class Dispatchers:
     def _say_what_was_cut(self) -> None:
         cut: list[DueCall] = []
         for each in list(self._living):
-            each.settle(time.monotonic() + _TOLD)
+            each.wait_until_idle(time.monotonic() + _TOLD)
             cut += each.cut
         if cut:
             _log.warning(

@@ -170,7 +170,7 @@ def scatter(exchange: Exchange, sources: Sequence[torch.Tensor] | None, target: 
             for k in range(slabs([out, *ours], chunk))
         )
         if ours:
-            exchange.settle()  # ``target`` may be one of the sources
+            exchange.wait_for_sends()  # ``target`` may be one of the sources
             exchange.copy(ours[root], out)
 
 

@@ -68,7 +68,7 @@ def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Ten
     yield
     for message in coming.values():
         message.get()
-    exchange.settle()  # that the others' contributions have arrived does not say that this rank's has
+    exchange.wait_for_sends()  # that the others' contributions have arrived does not say that this rank's has
     _reduce(exchange, exchange.rounded(source), coming, target, op)
     exchange.finish(op, target)
 

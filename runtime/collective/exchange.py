@@ -110,7 +110,7 @@ class Exchange:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Sends to ``ranks[to]``.
 
-        The tensor must not change until a message that depends on it arrived, or until ``settle``.
+        The tensor must not change until a message that depends on it arrived, or until ``wait_for_sends``.
         """
         peer = self.ranks[to]
         transfer = self._number(self._sent, peer)
@@ -118,7 +118,7 @@ class Exchange:
             try:
                 self._sends.append((self.channel.isend(_as(tensor, self.carried(tensor.dtype)), peer, transfer), peer))
                 if len(self._sends) > _MOST_SENDS:
-                    self._settle(*self._sends.popleft())
+                    self._finish_send(*self._sends.popleft())
                 return
             except Exception as error:
                 self.fail(error)
@@ -203,20 +203,20 @@ class Exchange:
             self._trouble = self._blame if peer is None else (peer, LOST)
         self.error = error
 
-    def _settle(self, send: Transfer, peer: int) -> None:
+    def _finish_send(self, send: Transfer, peer: int) -> None:
         try:
             send.wait()
         except ChannelError as error:
             self.fail(error, peer)
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Waits until memory that was sent may change."""
         while self._sends:
-            self._settle(*self._sends.popleft())
+            self._finish_send(*self._sends.popleft())
 
     def end(self) -> None:
         """Ends the collective. Raises the error of this rank's trouble, if any."""
-        self.settle()
+        self.wait_for_sends()
         if self.error is not None:
             raise self.error
 

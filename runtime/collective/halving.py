@@ -117,7 +117,7 @@ def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Ten
     if number < 0:
         coming.get()
         return
-    exchange.settle()  # ``target`` may be ``source``, which was sent
+    exchange.wait_for_sends()  # ``target`` may be ``source``, which was sent
     exchange.copy(total, target)
     exchange.finish(op, target)
     if folds and exchange.me < 2 * folds:

@@ -247,5 +247,5 @@ def _exchanged(exchange: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
     coming = {i: exchange.take(mine, i) for i in range(exchange.size) if i != exchange.me}
     for i in coming:
         exchange.send(mine, i)
-    exchange.settle()
+    exchange.wait_for_sends()
     return [mine if i == exchange.me else coming[i].get() for i in range(exchange.size)]

@@ -384,7 +384,7 @@ def test_what_is_to_be_sent_again_may_have_arrived_before():
     holds.add(outs[1])
     assert (holds.receipt, holds.sent) == (1, 4)
     with pytest.raises(ProtocolError, match="it has received 3 frames, of 1 to 2"):
-        holds.settle(3)  # by this connection only one more was sent
+        holds.acknowledge(3)  # by this connection only one more was sent
     assert holds.begin(3) == ([outs[1].ticket, outs[2].ticket], outs[3:])
     assert (holds.receipt, holds.sent, holds._held) == (3, 4, 1)
     with pytest.raises(ProtocolError, match="it has received 5 frames, of 3 to 4"):

@@ -315,8 +315,8 @@ class _Reading:
         if not self.failed:  # as a peer, which fails once
             self.failed.append(kind)
 
-    def settle(self, receipt: int) -> None:
-        self.kept.settle(receipt)
+    def acknowledge(self, receipt: int) -> None:
+        self.kept.acknowledge(receipt)
 
     def lose(self, connection: TcpConnection, error: Exception, wanted: bool = True) -> None:
         self.fail(BrokenError, "")

@@ -93,7 +93,7 @@ class Kept:
                 if self._held <= MOST:
                     break
 
-    def settle(self, receipt: int) -> list[Ticket]:
+    def acknowledge(self, receipt: int) -> list[Ticket]:
         """Forgets what the peer has dealt with, as it tells by this connection; returns its tickets, to be ended well
         without the lock.
 
@@ -104,7 +104,7 @@ class Kept:
     def begin(self, receipt: int) -> tuple[list[Ticket], list[Out]]:
         """Begins a connection of a peer that has dealt with ``receipt`` frames by all others.
 
-        Returns the tickets of those, as ``settle`` does, and what is to be sent again. Raises ProtocolError.
+        Returns the tickets of those, as ``acknowledge`` does, and what is to be sent again. Raises ProtocolError.
         """
         over = self._forget(receipt, self.sent)
         self._written = 0

@@ -290,7 +290,7 @@ class TcpPeer:
                 self._progress = 0.0
             # ETIMEDOUT: the peer's host has not answered for as long as anybody waits
             over = bool(self._expired) or not wanted or isinstance(error, TimeoutError)
-            if not over and self._sender.has_unsettled and self._left_with_lock() <= 0:  # each one breaks too soon
+            if not over and self._sender.has_unacknowledged and self._left_with_lock() <= 0:  # each one breaks too soon
                 over, why = True, self._in_vain(why)
             victims = self._fail_with_lock(BrokenError, why) if over else []
             if not over:
@@ -312,7 +312,7 @@ class TcpPeer:
     def _break_with_lock(self, connection: TcpConnection) -> None:
         self._shared = self._is_shared_with_lock(connection)
         self._connection, self._broken, self._state = None, connection, _State.NEW
-        if not self._progress or not self._sender.has_unsettled:
+        if not self._progress or not self._sender.has_unacknowledged:
             self._progress = time.monotonic()
         shut_down(connection.sock)  # its threads come out; what has arrived can be read still
         self._sender.detach_with_lock()
@@ -681,9 +681,9 @@ class TcpPeer:
             self._told_bytes = 0
             self._put(Out(Frame(RECEIPT, 0, 0, 0, 0), None, Ticket()))
 
-    def settle(self, receipt: int) -> None:
+    def acknowledge(self, receipt: int) -> None:
         """Notes the number of frames that the peer has dealt with. Raises ProtocolError."""
-        if self._sender.settle(receipt):
+        if self._sender.acknowledge(receipt):
             self._progress = 0.0
 
     def refuse(self, frame: Frame) -> None:

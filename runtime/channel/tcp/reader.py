@@ -69,7 +69,7 @@ class ReaderPeer(Protocol):
 
     def count(self, frame: Frame) -> None: ...
 
-    def settle(self, receipt: int) -> None: ...
+    def acknowledge(self, receipt: int) -> None: ...
 
     def lose(self, connection: TcpConnection, error: Exception, wanted: bool = True) -> None: ...
 
@@ -276,7 +276,7 @@ class PeerReader:
             frame = self._frame = self._opener.open(header, self._extra)
             if self._opener.received != self._receipt:
                 self._receipt = self._opener.received
-                self._peer.settle(self._receipt)
+                self._peer.acknowledge(self._receipt)
         if frame.kind == NACK:
             self._peer.refused(frame)
         elif frame.kind == WORD:

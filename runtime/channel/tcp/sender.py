@@ -76,7 +76,7 @@ class FrameSender:
         return len(self._queue) + (self._writing is not None)
 
     @property
-    def has_unsettled(self) -> bool:
+    def has_unacknowledged(self) -> bool:
         """True while something waits to be written, or for its receipt."""
         return len(self) > 0 or self._kept.sent > self._kept.receipt
 
@@ -140,13 +140,13 @@ class FrameSender:
             with suppress(OSError):
                 self._connection.sock.send(self._sealer.seal(Frame(BYE, 0, 0, 0, 0)), socket.MSG_DONTWAIT)
 
-    def settle(self, receipt: int) -> bool:
+    def acknowledge(self, receipt: int) -> bool:
         """Forgets frames that the peer has dealt with, of which it has told the number; returns whether there are any.
 
         Raises ProtocolError.
         """
         with self._peer.lock:
-            over = self._kept.settle(receipt)
+            over = self._kept.acknowledge(receipt)
         for ticket in over:
             ticket.finish()
         return bool(over)
