@@ -1,7 +1,7 @@
 """The collectives. Every rank of a group calls the same one, each with its own ``Exchange`` over the same base id.
 
 Tensors may have any strides and be on any device; those that are not plain CPU memory are staged. Sources stay as they
-are unless they are a target too. Each call ends with ``Exchange.end``: it raises PoisonedError, BrokenError or the
+are unless they are a target too. Each call ends with ``Exchange.close``: it raises PoisonedError, BrokenError or the
 error of this rank, after this rank has done its part for the others; targets have arbitrary contents then. Mistakes
 that all ranks make (dtypes, lengths) raise before any message.
 """
@@ -225,7 +225,7 @@ def sendreceive(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, 
 def _shift(
     exchange: Exchange, source: torch.Tensor | None, target: torch.Tensor | None, to: int, origin: int
 ) -> Iterator[None]:
-    coming = exchange.fill(target, origin) if target is not None and origin != exchange.me else None
+    coming = exchange.recv_into(target, origin) if target is not None and origin != exchange.me else None
     if source is not None and to != exchange.me:
         exchange.send(source, to)
     yield
@@ -271,7 +271,7 @@ def _flat(exchange: Exchange, targets: Sequence[torch.Tensor], reads: bool = Fal
     """
     outs = [flattened(t.detach()) if is_plain(t) else _plain(exchange, t) if reads else scratch(t) for t in targets]
     yield outs
-    exchange.end()
+    exchange.close()
     for target, out in zip(targets, outs, strict=True):
         if not reads and not is_plain(target):
             store(target, out)

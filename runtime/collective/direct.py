@@ -42,7 +42,7 @@ def reduce_scatter(exchange: Exchange, source: Pieces, target: torch.Tensor, op:
     """Reduces all ranks' ``source[me]`` into ``target``; ``source`` stays, except where it is ``target``."""
     mine, coming = source[exchange.me], {}
     for to, other in _others(exchange):
-        coming[other] = exchange.take(mine, other)
+        coming[other] = exchange.recv(mine, other)
         exchange.send(source[to], to)
     yield
     _reduce(exchange, mine, coming, target, op)
@@ -63,7 +63,7 @@ def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Ten
     """Reduces in one round: every rank sends everything to every other. For small tensors."""
     coming = {}
     for to, other in _others(exchange):
-        coming[other] = exchange.take(source, other)
+        coming[other] = exchange.recv(source, other)
         exchange.send(source, to)
     yield
     for message in coming.values():
@@ -78,7 +78,7 @@ def all_to_all(exchange: Exchange, sources: Parts, targets: Parts) -> Steps:
     coming = []
     for to, other in _others(exchange):
         if (target := targets[other]) is not None:
-            coming.append(exchange.fill(target, other))
+            coming.append(exchange.recv_into(target, other))
         if (source := sources[to]) is not None:
             exchange.send(source, to)
     yield
@@ -90,7 +90,7 @@ def gather(exchange: Exchange, source: torch.Tensor | None, targets: Parts, root
     """Makes the root's ``targets[i]`` rank i's ``source``; the root does not copy its own."""
     coming = []
     if exchange.me == root:
-        coming = [exchange.fill(target, i) for i, target in enumerate(targets) if i != root and target is not None]
+        coming = [exchange.recv_into(target, i) for i, target in enumerate(targets) if i != root and target is not None]
     elif source is not None:
         exchange.send(source, root)
     yield
@@ -102,7 +102,7 @@ def scatter(exchange: Exchange, sources: Parts, target: torch.Tensor | None, roo
     """Makes rank i's ``target`` the root's ``sources[i]``; the root does not copy its own."""
     coming = []
     if exchange.me != root and target is not None:
-        coming = [exchange.fill(target, root)]
+        coming = [exchange.recv_into(target, root)]
     for i, source in enumerate(sources):
         if exchange.me == root and i != root and source is not None:
             exchange.send(source, i)

@@ -127,14 +127,14 @@ class Exchange:
         except Exception as error:  # this end is closed
             self.fail(error)
 
-    def take(self, like: torch.Tensor, source: int) -> Incoming:
+    def recv(self, like: torch.Tensor, source: int) -> Incoming:
         """Announces a message in the form of ``like`` from ``ranks[source]``; it may be kept.
 
         The channel chooses its memory.
         """
         return Incoming(self, like, source, None)
 
-    def fill(self, target: torch.Tensor, source: int) -> Incoming:
+    def recv_into(self, target: torch.Tensor, source: int) -> Incoming:
         """Announces a message from ``ranks[source]`` into ``target``."""
         return Incoming(self, target, source, target)
 
@@ -214,7 +214,7 @@ class Exchange:
         while self._sends:
             self._finish_send(*self._sends.popleft())
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the collective. Raises the error of this rank's trouble, if any."""
         self.wait_for_sends()
         if self.error is not None:

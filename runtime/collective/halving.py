@@ -42,10 +42,10 @@ def all_reduce(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, o
     """
     folds, number = _folded(exchange)
     if number < 0:
-        coming = exchange.fill(target, exchange.me - 1)
+        coming = exchange.recv_into(target, exchange.me - 1)
         exchange.send(source, exchange.me - 1)
     elif folds and exchange.me < 2 * folds:
-        first = exchange.take(source, exchange.me + 1)
+        first = exchange.recv(source, exchange.me + 1)
         yield
         source = exchange.combine(op, source, first.get(), target)
     if not (number >= 0 and exchange.me < 2 * folds):
@@ -62,7 +62,7 @@ def all_reduce(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, o
         if number & mask:
             kept, given = given, kept
         steps.append((partner, given, low, high))
-        half = exchange.take(source[kept], partner)
+        half = exchange.recv(source[kept], partner)
         exchange.send(source[given], partner)
         yield
         part = half.get()
@@ -78,7 +78,7 @@ def all_reduce(exchange: Exchange, source: torch.Tensor, target: torch.Tensor, o
             yield
             continue
         partner, given, low_before, high_before = steps.pop()
-        half = exchange.fill(target[given], partner)
+        half = exchange.recv_into(target[given], partner)
         exchange.send(target[low:high], partner)
         yield
         half.get()
@@ -94,10 +94,10 @@ def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Ten
     folds, number = _folded(exchange)
     total = source
     if number < 0:
-        coming = exchange.fill(target, exchange.me - 1)
+        coming = exchange.recv_into(target, exchange.me - 1)
         exchange.send(source, exchange.me - 1)
     elif folds and exchange.me < 2 * folds:
-        first = exchange.take(source, exchange.me + 1)
+        first = exchange.recv(source, exchange.me + 1)
         yield
         part = first.get()
         total = exchange.combine(op, source, part, part)
@@ -108,7 +108,7 @@ def all_reduce_whole(exchange: Exchange, source: torch.Tensor, target: torch.Ten
             yield
             continue
         partner = _rank(number ^ mask, folds)
-        whole = exchange.take(source, partner)
+        whole = exchange.recv(source, partner)
         exchange.send(total, partner)
         yield
         part, total = whole.get(), exchange.rounded(total)

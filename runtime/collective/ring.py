@@ -26,7 +26,7 @@ def reduce_scatter(exchange: Exchange, source: Pieces, target: torch.Tensor, op:
     part = source[(me - 1) % size]
     for step in range(size - 1):
         mine = source[(me - step - 2) % size]
-        coming = exchange.take(mine, (me - 1) % size)
+        coming = exchange.recv(mine, (me - 1) % size)
         exchange.send(part, (me + 1) % size)
         yield
         part = coming.get()
@@ -42,7 +42,7 @@ def all_gather(exchange: Exchange, pieces: Parts) -> Steps:
     size, me = exchange.size, exchange.me
     for step in range(size - 1):
         empty, full = pieces[(me - step - 1) % size], pieces[(me - step) % size]
-        coming = None if empty is None else exchange.fill(empty, (me - 1) % size)
+        coming = None if empty is None else exchange.recv_into(empty, (me - 1) % size)
         if full is not None:
             exchange.send(full, (me + 1) % size)
         yield

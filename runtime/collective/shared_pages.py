@@ -244,7 +244,7 @@ class SharedPagesOfGroups:
 
 
 def _exchanged(exchange: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
-    coming = {i: exchange.take(mine, i) for i in range(exchange.size) if i != exchange.me}
+    coming = {i: exchange.recv(mine, i) for i in range(exchange.size) if i != exchange.me}
     for i in coming:
         exchange.send(mine, i)
     exchange.wait_for_sends()

@@ -34,7 +34,7 @@ def reduce(
 ) -> Steps:
     """Reduces all ranks' ``source`` into the root's ``target``; ``source`` stays unless it is the same."""
     tree = Tree(exchange.size, exchange.me, root, base)
-    coming = [exchange.take(source, child) for child in tree.children]
+    coming = [exchange.recv(source, child) for child in tree.children]
     total = source
     for level in range(tree.deepest, -1, -1):
         if level == tree.depth:
@@ -54,7 +54,7 @@ def reduce(
 def broadcast(exchange: Exchange, tensor: torch.Tensor, root: int, base: int) -> Steps:
     """Sends the root's ``tensor`` into that of all ranks."""
     tree = Tree(exchange.size, exchange.me, root, base)
-    coming = None if tree.parent is None else exchange.fill(tensor, tree.parent)
+    coming = None if tree.parent is None else exchange.recv_into(tensor, tree.parent)
     for level in range(tree.deepest + 1):
         if level == tree.depth:
             if coming is not None:

@@ -91,7 +91,7 @@ SHARES: dict[str, Callable[[CollectiveRun, Tensors, Tensors, Between], None]] = 
 def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) -> None:
     """Runs a collective, also one for which ranks have several tensors.
 
-    Raises what ``Exchange.end`` does, ProtocolError for an unknown kind.
+    Raises what ``Exchange.close`` does, ProtocolError for an unknown kind.
     """
     run = RUNNERS.get(command.kind)
     if run is None:

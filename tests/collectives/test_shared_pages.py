@@ -131,7 +131,7 @@ def test_a_rank_that_cannot_read_a_contribution_tells_the_others(ranks):
     ranks.results(_summed)
     bad = torch.empty(4, device="meta")
     outcomes = ranks.outcomes(
-        lambda exchange: made_pages(ranks)[exchange.me].broadcast(exchange, bad, 0) or exchange.end()
+        lambda exchange: made_pages(ranks)[exchange.me].broadcast(exchange, bad, 0) or exchange.close()
     )
     assert [type(o) for o in outcomes[1:]] == [PoisonedError] * 2
     assert all((o.rank, o.seq) == (0, 7) for o in outcomes[1:])

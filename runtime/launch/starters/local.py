@@ -34,4 +34,4 @@ class LocalLauncher(ServerLauncher):
 
     @classmethod
     def of(cls, spec: LaunchSpec) -> LocalLauncher:
-        return cls.again(spec) or cls()
+        return cls.reuse_resting(spec) or cls()

@@ -39,7 +39,7 @@ class RootLauncher(ServerLauncher):
 
     @classmethod
     def of(cls, spec: LaunchSpec) -> RootLauncher:
-        return cls.again(spec) or cls(spec)
+        return cls.reuse_resting(spec) or cls(spec)
 
     def serves(self, spec: LaunchSpec) -> bool:
         return msgspec.structs.replace(spec, timeout=self.spec.timeout) == self.spec

@@ -189,7 +189,7 @@ class ServerLauncher(Launcher):
         return self._rested and not self._trouble
 
     @classmethod
-    def again(cls, spec: LaunchSpec) -> Self | None:
+    def reuse_resting(cls, spec: LaunchSpec) -> Self | None:
         """Takes the launcher that rests since the session before this one; None if there is none for this spec."""
         for launcher in _resting:
             if type(launcher) is cls and launcher._pid == os.getpid() and launcher.serves(spec):
