@@ -165,7 +165,7 @@ def take_part(node: NodeState, command: c.Collective) -> None:
         try:
             values[ref] = node.entry(ref)
         except Exception as error:  # the other ranks wait for this one all the same
-            values[ref] = node.tell(command.kind, error)
+            values[ref] = node.report_failure(command.kind, error)
     store = node.store
     if store.sending:
         store.settle([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
@@ -174,7 +174,7 @@ def take_part(node: NodeState, command: c.Collective) -> None:
     except PoisonedError as error:
         poison = Poison(error.rank, error.seq)
     except Exception as error:
-        poison = node.tell(command.kind, error)
+        poison = node.report_failure(command.kind, error)
     else:
         return
     for ref in command.outs:

@@ -156,7 +156,7 @@ class CommandExecutor(NodeState):
                 try:
                     template = Template(command, self.allow, store.entries, self.device)
                 except Exception as e:  # reported now, and each call of the template is poisoned by it
-                    template = Broken(command, PoisonRead(self.tell(command.op, e)))
+                    template = Broken(command, PoisonRead(self.report_failure(command.op, e)))
                 self.templates[command.template] = template
             case c.Forget():
                 self._forgotten.update(command.templates)
@@ -308,7 +308,7 @@ class CommandExecutor(NodeState):
     def failed(self, command: c.Command, error: Exception) -> None:
         """Handles a failed command: retries it if it met a tensor on its way, passes poison on, or reports an error."""
         if isinstance(command, c.On):  # it is for a stream that is unknown, and nobody else's
-            self.give_up(command.command, self.tell(name_of(command), error))
+            self.give_up(command.command, self.report_failure(name_of(command), error))
             return
         if type(error) is warned.Loud:
             try:
@@ -339,5 +339,5 @@ class CommandExecutor(NodeState):
                     again.__context__ = None  # the report leaves out that it came too early the first time
                     error = again
         if poison is None:
-            poison = self.tell(template.name if template else name_of(command), error)
+            poison = self.report_failure(template.name if template else name_of(command), error)
         self.give_up(command, poison)

@@ -55,7 +55,7 @@ def is_shortage(error: BaseException | None) -> bool:
 _BY_A_LOSS = (BrokenError, NodeLost, PeerFailed)
 
 
-def told(
+def failure_report(
     number: int, op: str, error: Exception, holdings: c.Holdings | None = None, peers: Collection[int] = ()
 ) -> c.Failed:
     """Returns the report of command ``number``'s failure. ``holdings``: what the node holds, for want of memory;

@@ -31,7 +31,7 @@ from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
 from . import geometry, where
-from .failures import is_shortage, told
+from .failures import failure_report, is_shortage
 from .held import HeldTensor
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
@@ -227,7 +227,7 @@ class NodeState:
         try:
             self.emit(self._memory_stats(command))
         except Exception as e:
-            poison = self.tell(type(command).__name__, e, number)
+            poison = self.report_failure(type(command).__name__, e, number)
             self.emit(c.Poisoned(command.request, poison.rank, poison.seq))
 
     def _memory_stats(self, command: c.MemoryStats) -> c.MemoryFigures:
@@ -338,7 +338,7 @@ class NodeState:
         """Returns the tensor or poison under ``ref``; waits for a tensor on its way. Raises KeyError, NotReplayed."""
         entry = self.store.entries[ref]
         if isinstance(entry, Later):
-            entry = self.store.entries[ref] = entry.result(partial(self.tell, "transfer"))  # type: ignore[assignment]
+            entry = self.store.entries[ref] = entry.result(partial(self.report_failure, "transfer"))  # type: ignore[assignment]
             self.store.pending.pop(ref, None)
         elif isinstance(entry, Unmade):
             raise NotReplayed
@@ -399,10 +399,10 @@ class NodeState:
         for alias in self.store.aliases(target) if isinstance(target, torch.Tensor) else [ref]:
             entries[alias] = poison
 
-    def tell(self, op: str, error: Exception, number: int | None = None) -> Poison:
+    def report_failure(self, op: str, error: Exception, number: int | None = None) -> Poison:
         """Tells the master that a command failed: the one of this number, or the current one. Returns its poison."""
         number = self.number if number is None else number
-        self.emit(told(number, op, error, self._short(error), self.channels.nodes))
+        self.emit(failure_report(number, op, error, self._short(error), self.channels.nodes))
         return Poison(self.rank, number)
 
     def _short(self, error: Exception) -> c.Holdings | None:

@@ -25,7 +25,7 @@ import torch
 
 from ..master.failures import Failure, Site
 from ..node import actors, holders, shared_objects, where
-from ..node.failures import told
+from ..node.failures import failure_report
 from ..node.tokens import behind
 from ..node.user_functions import guarded
 from ..process.spelling import did_you_mean
@@ -367,7 +367,7 @@ def _do(
         with where.at(place) if place is not None else nullcontext(), holders.during(what):
             return False, guarded(what, job)
     except Exception as error:
-        failed = told(0, what, error)
+        failed = failure_report(0, what, error)
         return True, Item(s.encode(failed))
 
 

@@ -105,7 +105,7 @@ def test_the_device_that_is_short_of_memory_is_the_one_that_the_error_names(log:
     """Not the current one, which is the first."""
     with a_node() as node:
         node.executor.cuda = True
-        node.executor.tell("aten::empty", torch.OutOfMemoryError(said))
+        node.executor.report_failure("aten::empty", torch.OutOfMemoryError(said))
         (failed,) = node.replies
         assert isinstance(failed, c.Failed)
         assert failed.holdings is not None

@@ -321,7 +321,7 @@ class NodeGraphs:
         """Returns an output of the last replay if others have its memory, or are going to. Waits for one that a stream
         or an asynchronous collective writes, and for one to arrive that a stream makes a view of."""
         if isinstance(entry, Promise) or (isinstance(entry, Pending) and id(entry) in viewed):
-            value = entry.result(partial(self._node.tell, "transfer"))
+            value = entry.result(partial(self._node.report_failure, "transfer"))
             return value if isinstance(value, torch.Tensor) and (id(entry) in viewed or seen(value, viewed)) else None
         return made(entry) if entry is not None and seen(entry, viewed) else None
 
@@ -412,7 +412,7 @@ class NodeGraphs:
         halted = segment.engine.halted(error)
         if halted is None:
             node.at = segment.at
-            poison = node.tell("a graph", error)
+            poison = node.report_failure("a graph", error)
             for ref in segment.program.outputs:
                 entries[ref] = poison
             for ref in segment.writes:

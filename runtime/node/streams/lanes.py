@@ -65,7 +65,7 @@ class Lanes:
         while self._arrived:
             ref, later = self._arrived.popleft()
             if entries.get(ref) is later:
-                value = later.result(partial(self.node.tell, "transfer"))
+                value = later.result(partial(self.node.report_failure, "transfer"))
                 if isinstance(value, torch.Tensor) and self._tainted:
                     value = self._tainted.get(memory(value), (value,))[0]
                 if value is None:
@@ -108,7 +108,7 @@ class Lanes:
     def when_done(self, then: Callable[[], None]) -> None:
         """Calls ``then`` when all that was issued so far is done, transfers too; scheduling goes on meanwhile."""
         pending = list(self.store.pending.values())
-        tell = partial(self.tell, self.node.seq, "transfer")
+        tell = partial(self.report_failure, self.node.seq, "transfer")
 
         def finish() -> None:
             for arrived in pending:
@@ -161,12 +161,12 @@ class Lanes:
         """Does a task: waits for its operands, runs it, keeps its promises. Raises nothing."""
         poison: Poison | None = None
         values = lane.values
-        tell = partial(self.tell, task.seq, task.name)
+        tell = partial(self.report_failure, task.seq, task.name)
         results: Sequence[Value | None] = ()
         try:
             if self.closed:
                 raise _Closed
-            poison = self._gather(task, values, partial(self.tell, task.seq, "transfer"))
+            poison = self._gather(task, values, partial(self.report_failure, task.seq, "transfer"))
             for wait in task.waits:
                 cuda_lane.wait(lane, wait)
             if poison is None and task.waits and self._tainted:  # meanwhile, by what this task has waited for
@@ -255,11 +255,11 @@ class Lanes:
                 task.spoil(poison)
             except Exception as e:
                 if not self.closed:
-                    self.tell(task.seq, task.name, e)
+                    self.report_failure(task.seq, task.name, e)
 
-    def tell(self, seq: int, op: str, error: Exception) -> Poison:
+    def report_failure(self, seq: int, op: str, error: Exception) -> Poison:
         """Reports to the master that command ``seq`` has failed."""
-        return self.node.tell(op, error, seq)
+        return self.node.report_failure(op, error, seq)
 
     def _after(self, lane: Lane) -> None:
         """Counts a task that the lane has done, and lets the node report now and then."""

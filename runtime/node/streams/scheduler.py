@@ -106,7 +106,7 @@ class Scheduler(Lanes):
             command = command.command
         template = self.node.templates.get(command.template) if isinstance(command, c.Call) else None
         name = name_of(command) if template is None else template.name
-        self.node.give_up(command, self.tell(self.node.seq, name, error))
+        self.node.give_up(command, self.report_failure(self.node.seq, name, error))
 
     def _other(self, command: c.Command) -> None:
         node = self.node
@@ -338,7 +338,7 @@ class Scheduler(Lanes):
             try:
                 return self.node.entry(ref)
             except Exception as e:
-                return self.tell(self.node.seq, what, e)
+                return self.report_failure(self.node.seq, what, e)
         return entry
 
     # ---- events ----------------------------------------------------------------------------------------------------
