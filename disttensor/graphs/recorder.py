@@ -57,7 +57,7 @@ class Log:
     #: shards. Whichever of them owns a ref holds it. Meshes that are made later own nothing that is recorded
     queues: tuple[CommandQueue, ...] = ()
 
-    def take(self, command: c.Command, site: Site | None = None, numbers: dict[int, int] | None = None) -> None:
+    def append(self, command: c.Command, site: Site | None = None, numbers: dict[int, int] | None = None) -> None:
         """Appends a command. ``numbers``: those of its arguments that each replay gives anew."""
         self.commands.append(command)
         self.sites.append(site)
@@ -165,13 +165,13 @@ class GraphRecorder:
         if traits.renumbered:
             command = replace(command, transfer=self._transfer(command.transfer))  # type: ignore[union-attr]
         for log in logs:
-            log.take(command, site, numbers)
+            log.append(command, site, numbers)
 
     def switch(self, command: c.Switch) -> None:
         """Has each replay set switches of torch's here, on all nodes of the graph."""
         self._switched = c.Switch((*self._switched.settings, *command.settings))
         for log in self.logs.values():
-            log.take(command)
+            log.append(command)
 
     def draw(self, place: Place) -> None:
         """Has the program put a place's generator in use, where another one is. Each replay begins with the first."""
@@ -202,7 +202,7 @@ class GraphRecorder:
             node = self.session.nodes[rank]
             log = self.logs[rank] = Log(node, queues=(node.outbox, *node.outbox.overlaps))
             if self._switched.settings:
-                log.take(self._switched)
+                log.append(self._switched)
         return log
 
     def _template(self, log: Log, number: int) -> Template:

@@ -102,7 +102,7 @@ class _Place:
         made.device = torch.device("cpu")
         return made
 
-    def _settle(
+    def _init_place(
         self, session: Owner, home: Home, name: str, record: kernel_choice.KernelFacts, slot: int | None
     ) -> None:
         self.session = session
@@ -195,7 +195,7 @@ class NodePlace(_Place):
         home = session.nodes[node]  # the node that has it
         hello = home.said_hello
         record = kernel_choice.here() if hello is None else kernel_choice.record(hello, name)
-        self._settle(session, home, name, record, slot)
+        self._init_place(session, home, name, record, slot)
         self.twin = self._twin()
         self.twin.twin = self.twin
 
@@ -280,7 +280,7 @@ class MeshPlace(_Place):
         self.axes: dict[str, Groups] = {}
         self._varying: dict[tuple[str, ...], int] = {}  #: numbers of the generators that vary along dims
         self.begun: set[int] = set()  #: those of them that the nodes know, since all were seeded
-        self._settle(session, home, members[0].name, members[0].record, slot)
+        self._init_place(session, home, members[0].name, members[0].record, slot)
         self.name_dims(dims)
         self.outbox.where = self._gone
         self.twin = self._twin()

@@ -13,7 +13,7 @@ order in which they were issued, and the hot path looks at one number as before.
   So a command that was appended to a shut queue is either packed, or its thread finds the limit 0.
 - A thread that has appended to a shut queue returns only when the link has opened it. So nobody knows of the result
   yet, and no command in another queue depends on it. Where it has to be packed before, it comes behind all that is in
-  open queues that overlap this one, on which it may depend (``settle``).
+  open queues that overlap this one, on which it may depend (``pack_in_order``).
 """
 
 from __future__ import annotations
@@ -167,14 +167,14 @@ class CommandQueue:
         if refs:
             for other in self.overlaps:
                 if other.queue:
-                    other.settle()
+                    other.pack_in_order()
             self._queue_frees(refs)
         if self.shut:
-            self.settle()
+            self.pack_in_order()
         else:
             self.pack_commands()
 
-    def settle(self) -> None:
+    def pack_in_order(self) -> None:
         """Moves the commands of the queue to the members' messages, behind those that they may depend on. The caller
         holds the link's lock."""
         if self.shut:

@@ -34,7 +34,7 @@ class FanOut(CommandQueue):
         count = len(commands)
         for member in self._outboxes:
             if member.lost is None:
-                member.take(pieces, count)
+                member.add_pieces(pieces, count)
 
     def lose(self, error: NodeLost) -> None:
         """Notes that a member is lost: the others have what was issued before, and nothing is issued any more."""

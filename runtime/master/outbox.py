@@ -92,9 +92,9 @@ class Outbox(CommandQueue):
         pieces, unsendable = in_pieces(commands, sites, self.unsendable)
         if unsendable is not None:
             self.unsendable = unsendable
-        self.take(pieces, len(commands))
+        self.add_pieces(pieces, len(commands))
 
-    def take(self, pieces: Sequence[Piece], count: int) -> None:
+    def add_pieces(self, pieces: Sequence[Piece], count: int) -> None:
         """Takes ``count`` commands that are to be sent next, which other nodes may get, too."""
         self.pieces += pieces
         self.waiting += count

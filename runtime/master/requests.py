@@ -60,7 +60,7 @@ class Request:
         """The nodes whose answers are due."""
         return [self.node]
 
-    def take(self, rank: int, reply: c.Reply) -> bool:
+    def add_reply(self, rank: int, reply: c.Reply) -> bool:
         """Takes a node's reply; returns whether it was the last one that was due."""
         return True
 
@@ -105,7 +105,7 @@ class MeshRequest(Request):
     def ranks(self) -> list[int]:
         return list(self.waiting)
 
-    def take(self, rank: int, reply: c.Reply) -> bool:
+    def add_reply(self, rank: int, reply: c.Reply) -> bool:
         self.replies[rank] = reply
         self.waiting.discard(rank)
         self.node = next(iter(self.waiting), rank)
@@ -187,7 +187,7 @@ class Requests:
 
     def answer(self, request: Request, rank: int, reply: c.Reply) -> None:
         """Takes a node's answer, and ends the wait if it is the last one that is due."""
-        if request.queue is None or request.take(rank, reply):
+        if request.queue is None or request.add_reply(rank, reply):
             self._due.pop(request.id, None)
             request.resolve(reply)
 

@@ -270,7 +270,7 @@ def joined(*pieces: list[c.Command]) -> Outbox:
     for commands in pieces:
         found, unsendable = outbox.in_pieces(commands, [None] * len(commands), None)
         assert unsendable is None
-        box.take(found, len(commands))
+        box.add_pieces(found, len(commands))
     return box
 
 
@@ -313,7 +313,7 @@ def test_a_piece_fits_whatever_its_number_will_be() -> None:
         box = Outbox(0)
         box.sent = outbox.LONGEST - 10
         pieces, unsendable = outbox.in_pieces([c.Piece(b"", b"x" * (size - less), True)], [None], None)
-        box.take(pieces, 1)
+        box.add_pieces(pieces, 1)
         box.join(outbox.Joints())
         assert len(box.ready[0]) <= codec.MAX_MESSAGE
         assert (unsendable is None) == (codec.decode_batch(box.ready[0]).commands != (c.Free(0, ()),))
