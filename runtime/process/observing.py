@@ -4,9 +4,12 @@
             reported  master/replies.py   a node's report has come; told before an answer in it wakes its waiter
             waited    master/waiting.py   a thread has waited for a node
             lost      master/losses.py    a node is gone
+    node    applied   node/worker.py      the commands of a message have been applied, or given to streams
+            commands  node/worker.py      the same of a single command
 
-Who comes to a point looks whether it has listeners, and makes the event only then. That look is four opcodes per
-message, and there is none per command: tests/transport/test_opcodes.py counts them, and what a listener costs.
+Who comes to a point looks whether it has listeners, and makes the event only then. A look is three or four opcodes, per
+message and never per command: tests/transport/test_opcodes.py counts them, and what a listener costs. While somebody
+listens to ``commands``, a node applies each as a batch of its own.
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
 ``lost`` with the link's lock held. It must neither wait nor use tensors. Listeners come and go at any time; who adds or
@@ -67,6 +70,27 @@ class NodeGone(NamedTuple):
     at: float
     node: int
     error: Exception
+
+
+class BatchApplied(NamedTuple):
+    """The commands of a message that a node has gone through; those of streams may go on."""
+
+    at: float
+    began: float
+    node: int
+    number: int  #: of its first command
+    commands: int  #: how many it has
+    bytes: int  #: of the message
+
+
+class CommandApplied(NamedTuple):
+    """A command that a node has applied, or has given to a stream."""
+
+    at: float
+    began: float
+    node: int
+    number: int
+    command: Any  #: such as a Call of an operator, the Run of a function, a Collective, a graph's Replay
 
 
 class Point(Generic[E]):
@@ -137,3 +161,14 @@ class ScriptSeam:
         """Forgets all listeners, in a forked child."""
         for point in (self.sent, self.reported, self.waited, self.lost):
             point.forked()
+
+
+class NodeSeam:
+    """The points of a node's end."""
+
+    __slots__ = ("applied", "clock", "commands")
+
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self.clock = clock
+        self.applied = Point[BatchApplied]("applied")
+        self.commands = Point[CommandApplied]("commands")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +18,22 @@ from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
-from disttensor.runtime.process.observing import MessageSent, NodeGone, Point, ReportTaken, ScriptSeam, WaitEnded
+from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.process.observing import (
+    BatchApplied,
+    CommandApplied,
+    MessageSent,
+    NodeGone,
+    Point,
+    ReportTaken,
+    ScriptSeam,
+    WaitEnded,
+)
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import DisttensorError, NodeLost
+from disttensor.runtime.transport.base import Spoke
 
 #: Where a command was issued.
 SITE = compile("0", "train.py", "exec"), 2
@@ -210,3 +223,77 @@ def test_listeners_that_raise_break_nothing(
     ]  # fmt: skip
     with pytest.raises(DisttensorError, match="it fell"):
         end.state.check(end.state.nodes[1].outbox)
+
+
+# ---- a node's end ----------------------------------------------------------------------------------------------------
+
+
+class Script(Spoke):
+    """Gives a node its messages, and calls what a test does while the node asks for one of them."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self.messages, self.taken = messages, 0
+        self.before: dict[int, Any] = {}
+
+    def recv(self, timeout: float | None = None) -> bytes | None:
+        if self.taken in self.before:
+            self.before[self.taken]()
+        self.taken += 1
+        return self.messages[self.taken - 1]
+
+    def send(self, message: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def served(clock: VirtualClock, script: Script) -> Worker:
+    """A node whose commands take a second each, by the clock; it has not begun."""
+    node = Worker(Bundle(job="observed", rank=3, address="", backend="inproc"), script)
+    node.seam.clock = clock
+    apply = node.executor.apply
+
+    def slow(batch: c.Batch) -> None:
+        apply(batch)
+        clock.sleep(len(batch.commands))
+
+    node.executor.apply = slow  # type: ignore[method-assign]
+    return node
+
+
+def serve(node: Worker) -> None:
+    thread = threading.Thread(target=node.serve)
+    thread.start()
+    thread.join()
+    assert node.executor.stopped
+
+
+def batches(*lengths: int) -> list[bytes]:
+    """Messages of so many Frees, and one of the Stop."""
+    firsts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    made = [c.Batch(first, (c.Free(first, ()),) * n) for first, n in zip(firsts, lengths, strict=False)]
+    return [codec.encode(each) for each in (*made, c.Batch(firsts[-1], (c.Stop(),)))]
+
+
+def test_what_a_node_has_applied(clock: VirtualClock) -> None:
+    """Somebody begins to listen while it serves, and ends that."""
+    script, seen, began = Script(*batches(1, 2, 1, 1)), list[BatchApplied](), clock.now()
+    node = served(clock, script)
+    script.before = {1: lambda: node.seam.applied.add(seen.append), 3: lambda: node.seam.applied.remove(seen.append)}
+    serve(node)
+    sizes = [len(message) for message in script.messages]
+    assert seen == [
+        BatchApplied(began + 3, began + 1, 3, 1, 2, sizes[1]),
+        BatchApplied(began + 4, began + 3, 3, 3, 1, sizes[2]),
+    ]
+
+
+def test_each_command_that_a_node_has_applied(clock: VirtualClock) -> None:
+    script, seen, began = Script(*batches(1, 2, 1)), list[CommandApplied](), clock.now()
+    node = served(clock, script)
+    point = node.seam.commands
+    script.before = {1: lambda: point.add(seen.append), 2: lambda: point.remove(seen.append)}
+    serve(node)
+    assert seen == [
+        CommandApplied(began + 2, began + 1, 3, 1, c.Free(1, ())),
+        CommandApplied(began + 3, began + 2, 3, 2, c.Free(1, ())),
+    ]
