@@ -13,9 +13,10 @@ docs/TESTING.md shows how to use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from ..session import caches, current, kernel_choice
 from ..session.places import Place
 from ..torch_backend import device_module
 from .breaking import cut, kill, resume, stop
-from .message_log import MessageLog, NodeLog, wrapped
+from .message_log import MessageLog, NodeLog
 
 if TYPE_CHECKING:
     from ..runtime.contracts.launcher import check_launcher
@@ -249,8 +250,34 @@ def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator
 
         return called
 
-    with wrapped(owners, name, wrap):
+    with _wrapped(owners, name, wrap):
         yield
+
+
+@contextlib.contextmanager
+def _wrapped(
+    owners: Sequence[object], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replaces a method of some objects of one class by ``wrap(method)`` inside of a ``with`` block.
+
+    It is replaced in the class, and does what it did for all other objects: one with slots has no method of its own.
+    """
+    kind = type(owners[0])
+    before, method = vars(kind).get(name), getattr(kind, name)
+    own = {id(owner): wrap(MethodType(method, owner)) for owner in owners}
+
+    def called(self: object, *args: Any, **options: Any) -> Any:
+        wrapper = own.get(id(self))
+        return method(self, *args, **options) if wrapper is None else wrapper(*args, **options)
+
+    setattr(kind, name, called)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, before)
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from types import MethodType, TracebackType
-from typing import Any, cast
+from collections.abc import Iterator
+from types import TracebackType
+from typing import cast
 
 from ..runtime.process.gc_pause import no_collection
+from ..runtime.process.observing import MessageSent, ReportTaken
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.traits import request_of
 from ..session import current
-
-
-@contextlib.contextmanager
-def wrapped(
-    owners: Sequence[object], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replaces a method of some objects of one class by ``wrap(method)`` inside of a ``with`` block.
-
-    It is replaced in the class, and does what it did for all other objects: one with slots has no method of its own.
-    """
-    kind = type(owners[0])
-    before, method = vars(kind).get(name), getattr(kind, name)
-    own = {id(owner): wrap(MethodType(method, owner)) for owner in owners}
-
-    def called(self: object, *args: Any, **options: Any) -> Any:
-        wrapper = own.get(id(self))
-        return method(self, *args, **options) if wrapper is None else wrapper(*args, **options)
-
-    setattr(kind, name, called)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, before)
 
 
 class NodeLog:
@@ -142,9 +117,9 @@ class MessageLog(NodeLog):
                 session.questions.sync_all()
             session.link.sender.flush_all()
             with session.link.lock:
-                hub = session.link.hub
-                undo.enter_context(wrapped([hub], "send", self._note_sent))
-                undo.enter_context(wrapped([hub], "drain", self._note_received))
+                seam = session.link.seam
+                undo.enter_context(seam.sent.heard_by(self._note_sent))
+                undo.enter_context(seam.reported.heard_by(self._note_report))
             self._undo = undo.pop_all()
         return self
 
@@ -193,17 +168,8 @@ class MessageLog(NodeLog):
                 waiting[rank] += cast("list[c.Command]", queue.queue[: len(queue.queue) // 2 * 2 : 2])
         return waiting
 
-    def _note_sent(self, send: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
-        def noted(node: int, message: bytes) -> None:
-            send(node, message)
-            self.sent.append((node, message))
+    def _note_sent(self, event: MessageSent) -> None:
+        self.sent.append((event.node, event.message))
 
-        return noted
-
-    def _note_received(self, drain: Callable[[], list[tuple[int, bytes]]]) -> Callable[[], list[tuple[int, bytes]]]:
-        def noted() -> list[tuple[int, bytes]]:
-            messages = drain()
-            self.received += messages
-            return messages
-
-        return noted
+    def _note_report(self, event: ReportTaken) -> None:
+        self.received.append((event.node, event.message))

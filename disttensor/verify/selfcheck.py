@@ -29,6 +29,7 @@ from ..dispatch.op_plan import OpEntry, Plan
 from ..dispatch.op_table import entries
 from ..proxy.meta import Handle, contiguous
 from ..proxy.proxy import DistributedTensor, operand_name, proxy
+from ..runtime.channel.base import Arrival
 from ..runtime.master.failures import Site, line_of
 from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
@@ -36,8 +37,9 @@ from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.collective_kinds import KINDS
 from ..runtime.protocol.errors import VerifyError
-from ..session.places import MeshPlace, Place
+from ..session.places import MeshPlace, NodePlace, Place
 from ..session.session import Session
+from ..session.transfers import Transfers
 from ..tasks import sending
 from ..torch_backend import register
 from ..torch_backend.composites import linear, overrides
@@ -104,16 +106,14 @@ class SelfCheck:
             "issue",
             lambda collective, session, async_op: self.collective(collective, session, async_op),
         )
-        for name in ("upload", "download", "fetch"):
-            setattr(self.transfers, name, partial(getattr(self, name), getattr(self.transfers, name)))
+        self.session.transfers = CheckedTransfers(self, self.transfers)
         overrides.surround(self.composite)
 
     def remove(self) -> None:
         """Removes the wrappers."""
         while self._doors:
             setattr(*self._doors.pop())
-        for name in ("upload", "download", "fetch"):
-            vars(self.transfers).pop(name, None)
+        self.session.transfers = self.transfers
         overrides.surround(None)
 
     def _put(self, owner: Any, name: str, wrapper: Any) -> None:
@@ -404,6 +404,27 @@ class SelfCheck:
             node=place.one.node,
             line=line,
         )
+
+
+class CheckedTransfers(Transfers):
+    """The copies of a session while it compares: it has them in the place of its own."""
+
+    def __init__(self, check: SelfCheck, own: Transfers) -> None:
+        vars(self).update(vars(own))  # their numbers, their lock, and what is under way
+        self._check = check
+
+    def upload(
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None, non_blocking: bool = False
+    ) -> None:
+        self._check.upload(super().upload, tensor, place, ref, site, non_blocking)
+
+    def download(self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> torch.Tensor:
+        return self._check.download(super().download, tensor, place, ref, site)
+
+    def fetch(
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
+    ) -> Arrival:
+        return self._check.fetch(super().fetch, tensor, place, ref, strides, site)  # type: ignore[no-any-return]
 
 
 def _mixed(number: int) -> int:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from ..process.clock import CLOCK, Clock
+from ..process.observing import ScriptSeam
 from ..process.signals import Interrupts
 from ..transport.base import Hub
 from . import unusable
@@ -35,6 +36,7 @@ class LinkState:
         "parked",
         "patient",
         "queues",
+        "seam",
         "told_losses",
         "wake",
     )
@@ -42,6 +44,7 @@ class LinkState:
     def __init__(self, hub: Hub, nodes: int, interrupts: Interrupts | None = None, clock: Clock = CLOCK) -> None:
         """``interrupts``: those that have wrapped the handlers of signals already."""
         self.hub, self.clock = hub, clock
+        self.seam = ScriptSeam(clock)  #: where observers look in
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.fan_outs = FanOuts()
         #: all queues; replaced, never changed, as other threads go through it
@@ -118,6 +121,7 @@ class LinkState:
         self.lock = threading.RLock()  # a thread of the parent may have held the old one
         self.wake = threading.Event()
         self.hub.forked()
+        self.seam.forked()
         for node in self.nodes:
             node.forked()
         for fan_out in self.fan_outs.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..host import descriptors
 from ..host.launcher import Exited, Launcher, Sight
+from ..process.observing import NodeGone
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import NodeLost, StartError
@@ -108,6 +109,8 @@ class Losses:
             if not state.closed:
                 self._side.lost(rank, cause, [other for other in state.nodes if other.life is not Life.LOST])
             self._on_lost(lost)
+            if state.seam.lost.listeners:
+                state.seam.lost.tell(NodeGone(self._clock.now(), rank, lost))
 
     def kill(self, rank: int, cause: str) -> None:
         """Ends a node and marks it as lost, whatever it is at: a loss of which the script knows. Raises as ``check``

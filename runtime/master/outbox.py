@@ -34,10 +34,8 @@ class Outbox(CommandQueue):
         "_flight",
         "_flight_bytes",
         "_past",
-        "bytes",
         "done",
         "flush_with",
-        "messages",
         "pieces",
         "rank",
         "sent",
@@ -52,8 +50,6 @@ class Outbox(CommandQueue):
         self.ready: deque[bytes] = deque()  #: messages that count as sent; the link sends them, oldest first
         self.sent = 0  #: commands sent; the number of the next one
         self.done = 0  #: commands that the node has reported
-        self.messages = 0  #: messages sent (for tests and status)
-        self.bytes = 0  #: bytes sent
         self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
@@ -78,9 +74,7 @@ class Outbox(CommandQueue):
             for message, record in messages:
                 self._flight.append(record)
                 self._flight_bytes += len(message)
-                self.bytes += len(message)
                 self.ready.append(message)
-            self.messages += len(messages)
             self.sent = first + n // 2
             self.moved += n // 2
             del queue[:n]
@@ -108,8 +102,6 @@ class Outbox(CommandQueue):
             self.waiting -= count
             self._flight.append((self.sent, len(body), sites, kept))
             self._flight_bytes += len(body)
-            self.bytes += len(message)
-            self.messages += 1
             self.ready.append(message)
         self.pieces.clear()
 
@@ -148,6 +140,11 @@ class Outbox(CommandQueue):
             if end - len(sites) <= seq < end:
                 return sites[seq - end]
         return None
+
+    def leaving(self) -> tuple[int, list[Site | None]]:
+        """Returns the number of the first command of the oldest message that is ``ready``, and its commands' sites."""
+        end, _, sites, _ = self._flight[-len(self.ready)]
+        return end - len(sites), sites
 
     def running(self) -> Site | None:
         """Returns the site of the oldest command that the node has not reported, of those that a line issued."""

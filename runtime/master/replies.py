@@ -5,6 +5,7 @@ Hub.drain --> Report --> acknowledge, failures, requests        under the link's
 
 from __future__ import annotations
 
+from ..process.observing import ReportTaken
 from ..process.signals import uninterrupted
 from ..protocol import codec
 from ..protocol import commands as c
@@ -23,11 +24,11 @@ REPEATED = 256
 class Replies:
     """The way in: what nodes report. A node that breaks the protocol is lost."""
 
-    __slots__ = ("_hub", "_losses", "_nodes", "_requests", "_state")
+    __slots__ = ("_hub", "_losses", "_nodes", "_reported", "_requests", "_state")
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses) -> None:
         self._state, self._requests, self._losses = state, requests, losses
-        self._hub, self._nodes = state.hub, state.nodes
+        self._hub, self._nodes, self._reported = state.hub, state.nodes, state.seam.reported
 
     def drain(self) -> None:
         """Takes in what has arrived, and waits until it is known why nodes are gone. Callable by any thread."""
@@ -55,6 +56,9 @@ class Replies:
                     raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
                 if not report.replies and report.done <= node.outbox.done:
                     raise ProtocolError("a report that says nothing")
+                if self._reported.listeners:
+                    now = self._state.clock.now()
+                    self._reported.tell(ReportTaken(now, rank, report.done, report.busy, message))
                 for reply in report.replies:
                     self._take(node, reply)
             except ProtocolError as e:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ..process.observing import MessageSent
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import BrokenError
@@ -40,7 +41,7 @@ _log = logging.getLogger("disttensor")
 class Sender:
     """The queues of a link, and their way to the nodes."""
 
-    __slots__ = ("_hub", "_interrupts", "_losses", "_nodes", "_replies", "_requests", "_state", "_waiting")
+    __slots__ = ("_hub", "_interrupts", "_losses", "_nodes", "_replies", "_requests", "_sent", "_state", "_waiting")
 
     def __init__(
         self, state: LinkState, requests: Requests, losses: Losses, replies: Replies, waiting: Waiting
@@ -48,6 +49,7 @@ class Sender:
         self._state, self._requests, self._losses = state, requests, losses
         self._replies, self._waiting = replies, waiting
         self._hub, self._nodes, self._interrupts = state.hub, state.nodes, state.interrupts
+        self._sent = state.seam.sent
 
     def at_limit(self, queue: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``queue.limit``."""
@@ -214,9 +216,16 @@ class Sender:
         try:
             while ready:
                 self._hub.send(outbox.rank, ready[0])
+                if self._sent.listeners:
+                    self._tell(outbox)
                 ready.popleft()
         except BrokenError as e:
             self._losses.connection_ended(outbox.rank, str(e))
+
+    def _tell(self, outbox: Outbox) -> None:
+        """Tells observers of the message of a node that has just left."""
+        number, sites = outbox.leaving()
+        self._sent.tell(MessageSent(self._state.clock.now(), outbox.rank, number, sites, outbox.ready[0]))
 
     def fan_out(self, ranks: tuple[int, ...]) -> FanOut:
         """Returns the one queue of these nodes, each of whose commands goes to all of them."""

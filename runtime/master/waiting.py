@@ -8,6 +8,7 @@ import select
 import threading
 from collections.abc import Callable
 
+from ..process.observing import WaitEnded
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from .link_state import LinkState
@@ -23,12 +24,24 @@ TICK = 0.5
 class Waiting:
     """The threads that wait for nodes, and what they poll with."""
 
-    __slots__ = ("_clock", "_hub_fd", "_interrupts", "_local", "_losses", "_nodes", "_replies", "_requests", "_state")
+    __slots__ = (
+        "_clock",
+        "_hub_fd",
+        "_interrupts",
+        "_local",
+        "_losses",
+        "_nodes",
+        "_replies",
+        "_requests",
+        "_state",
+        "_waited",
+    )
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses, replies: Replies) -> None:
         self._state, self._requests, self._losses, self._replies = state, requests, losses, replies
         self._clock = state.clock
         self._nodes, self._interrupts, self._hub_fd = state.nodes, state.interrupts, state.hub.fileno()
+        self._waited = state.seam.waited
         self._local = threading.local()
 
     def wait(
@@ -47,6 +60,7 @@ class Waiting:
         poller, waker = self._poller()
         request.waker = waker
         deadline = None if timeout is None else self._clock.now() + timeout
+        began = self._clock.now() if self._waited.listeners else None
         patience, turns = None, 0
         try:
             while not request.done and not (until is not None and until()):
@@ -69,6 +83,8 @@ class Waiting:
             if not self._local.idle:
                 self._local.idle.append((poller, waker))
             self._requests.drop(request)
+            if began is not None:
+                self._waited.tell(WaitEnded(self._clock.now(), began, request.node, request.id))
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self._state.check(queue)
         queue.restart()

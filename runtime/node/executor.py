@@ -86,8 +86,8 @@ class CommandExecutor(NodeState):
                 self.seq = seq
                 self.failed(command, e)
         self.seq = batch.first + len(batch.commands)
-        if self.store.sending:
-            self.store.settle([])  # drops references to tensors whose bytes have left: they may have been freed
+        if store.sending:
+            store.settle([])  # drops references to tensors whose bytes have left: they may have been freed
 
     def one(self, command: c.Command) -> None:
         """Applies a command that a graph has recorded."""

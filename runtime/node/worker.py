@@ -28,6 +28,7 @@ from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
+from ..process.observing import BatchApplied, CommandApplied, NodeSeam
 from ..process.page import COMMANDS, STREAMS
 from ..process.torch_threads import compute_as_told
 from ..protocol import codec
@@ -69,6 +70,7 @@ class NodeWorker:
 
     def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
         self.bundle = bundle
+        self.seam = NodeSeam()  #: where observers look in
         self._spoke = spoke
         self._replies: list[c.Reply] = []
         self._told = 0
@@ -119,22 +121,26 @@ class NodeWorker:
         compute_as_told()
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
-        ahead, mine = Ahead(self._spoke, self.executor), page.mine
+        executor, applied, commands = self.executor, self.seam.applied, self.seam.commands
+        ahead, mine = Ahead(self._spoke, executor), page.mine
         try:
             self._emit(self.hello())
             self._flush()
-            while not self.executor.stopped:
+            while not executor.stopped:
                 batch, size = ahead.next()
                 mine.begin(batch.first, COMMANDS)
-                self.executor.apply(batch)
-                if self.executor.done == self.executor.seq:
+                if applied.listeners or commands.listeners:
+                    self._apply(batch, size)
+                else:
+                    executor.apply(batch)
+                if executor.done == executor.seq:
                     mine.rest()  # before the report, which tells for how long it has worked
                 else:
-                    mine.begin(self.executor.done, STREAMS)
+                    mine.begin(executor.done, STREAMS)
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()
-                if self.executor.received:
+                if executor.received:
                     ahead.look()
         except ClosedError:
             return EX_MASTER_GONE
@@ -142,12 +148,25 @@ class NodeWorker:
             print(f"disttensor: node {self.bundle.rank} gives up: {e}", file=sys.stderr)
             return 70
         finally:
-            self.executor.close()
-            self.executor.functions.close()
+            executor.close()
+            executor.functions.close()
             self.channels.close()
             self._spoke.close()
-            self.executor.join(JOIN)
+            executor.join(JOIN)
         return 0
+
+    def _apply(self, batch: c.Batch, size: int) -> None:
+        """Applies a batch of so many bytes, and tells observers of it, and of each of its commands."""
+        seam, rank, now = self.seam, self.bundle.rank, self.seam.clock.now
+        began = now()
+        if seam.commands.listeners:
+            for number, command in enumerate(batch.commands, batch.first):
+                start = now()
+                self.executor.apply(c.Batch(number, (command,)))
+                seam.commands.tell(CommandApplied(now(), start, rank, number, command))
+        else:
+            self.executor.apply(batch)
+        seam.applied.tell(BatchApplied(now(), began, rank, batch.first, len(batch.commands), size))
 
     def _emit(self, reply: c.Reply) -> None:
         if type(reply) in _AWAITED:

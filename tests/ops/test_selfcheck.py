@@ -25,6 +25,7 @@ from disttensor.collectives import issue
 from disttensor.dispatch import dispatch, method_shortcuts
 from disttensor.runtime.protocol.errors import GeometryError, VerifyError
 from disttensor.session import current
+from disttensor.session.transfers import Transfers
 from disttensor.tasks import sending
 from disttensor.torch_backend import register
 from disttensor.torch_backend.composites import linear
@@ -101,14 +102,14 @@ def test_nothing_stands_in_the_way_without_it() -> None:
     with session(verify=0):
         plain = ways()
         assert plain[:5] == [dispatch.dispatch, dispatch.issue, dispatch.dispatch, dispatch.dispatch, dispatch.run]
-        assert not {"upload", "download", "fetch"} & vars(current.session().transfers).keys()
+        assert type(current.session().transfers) is Transfers
     with session(verify=0.5):
         assert not [now for now, before in zip(ways(), plain, strict=True) if now is before]
-        assert {"upload", "download", "fetch"} <= vars(current.session().transfers).keys()
+        assert type(current.session().transfers) is selfcheck.CheckedTransfers
     assert ways() == plain
     with session(verify=0):
         assert ways() == plain
-        assert not {"upload", "download", "fetch"} & vars(current.session().transfers).keys()
+        assert type(current.session().transfers) is Transfers
 
 
 def test_composites_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:

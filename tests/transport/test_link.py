@@ -26,6 +26,7 @@ from disttensor.runtime.master.link import Link
 from disttensor.runtime.master.node import Life
 from disttensor.runtime.master.outbox import packed
 from disttensor.runtime.master.requests import Request, Waker
+from disttensor.runtime.process.observing import MessageSent
 from disttensor.runtime.process.signals import uninterrupted
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
@@ -241,15 +242,15 @@ def test_small_collectives_leave_with_what_follows_and_to_all_nodes_at_once() ->
         link = current.session().link
         xs = [torch.ones(3, device=f"node:{k}") for k in range(4)]
         dt.synchronize()
-        with link.lock:  # nothing else sends
+        sent: list[MessageSent] = []
+        with link.lock, link.seam.sent.heard_by(sent.append):  # nothing else sends
             for box in (node.outbox for node in link.nodes):
                 box.set_flush_threshold(100)
-            sent = [box.messages for box in (node.outbox for node in link.nodes)]
             dt.all_reduce(xs[1:])
             dt.all_reduce(xs[:2])
-            assert [box.messages for box in (node.outbox for node in link.nodes)] == sent
+            assert not sent
             link.sender.flush(link.nodes[3].outbox)
-            assert [box.messages for box in (node.outbox for node in link.nodes)] == [n + 1 for n in sent]
+            assert sorted(message.node for message in sent) == [0, 1, 2, 3]
         assert [x.tolist() for x in xs] == [[4.0] * 3, [4.0] * 3, [3.0] * 3, [3.0] * 3]
 
 

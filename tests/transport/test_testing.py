@@ -373,4 +373,5 @@ def test_nothing_stays_wrapped() -> None:
         with testing.at(point, int), testing.MessageLog():
             assert found() != before
     assert found() == before
+    assert not link.seam.sent.listeners + link.seam.reported.listeners
     assert os.getpid() == dt.nodes()[0]["pid"]

@@ -45,10 +45,11 @@ def test_order_and_numbers() -> None:
     box = Outbox(0)
     for n in range(5):
         box.add(call(n))
-    assert sent(take(box)) == [call(n) for n in range(5)]
-    assert (box.sent, box.messages) == (5, 1)
+    (message,) = take(box)
+    assert sent([message]) == [call(n) for n in range(5)]
+    assert box.sent == 5
     assert take(box) == []
-    assert (box.sent, box.messages) == (5, 1)
+    assert box.sent == 5
     box.add(call(9))
     (message,) = take(box)
     assert codec.decode_batch(message).first == 5
@@ -183,7 +184,7 @@ def test_an_error_while_packing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(codec, "encode", encode_thrice)
         with pytest.raises(MemoryError):
             box.pack()
-    assert (box.sent, box.messages, len(box.ready)) == (0, 0, 0)
+    assert (box.sent, len(box.ready)) == (0, 0)
     assert [p.key for p in sent(take(box))] == [bytes([n]) for n in range(9)]  # type: ignore[union-attr]
     assert box.sent == 9
 

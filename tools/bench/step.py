@@ -57,12 +57,15 @@ def compare(width: int, batch: int, steps: int, repeats: int) -> tuple[float, fl
         box = current.session().nodes[0].outbox
         local, remote = trainer("cpu", width, batch), trainer("node:0", width, batch)
         timed(local, 3), timed(remote, 3)
-        sent, size = box.sent, box.bytes
+        sent = box.sent
         times = [(timed(local, steps), timed(remote, steps)) for _ in range(repeats)]
         here, there = (statistics.median(column) for column in zip(*times, strict=True))
         ratio = statistics.median(a / b for a, b in times)
         commands = (box.sent - sent) / repeats / (steps + 1)
-        return here, there, ratio, commands, (box.bytes - size) / (box.sent - sent)
+        sizes, sent = list[int](), box.sent
+        with current.session().link.seam.sent.heard_by(lambda message: sizes.append(len(message.message))):
+            timed(remote, steps)
+        return here, there, ratio, commands, sum(sizes) / (box.sent - sent)
 
 
 def main() -> None:
