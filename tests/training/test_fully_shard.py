@@ -829,9 +829,10 @@ def test_replicas_along_another_dim() -> None:
     x, y = torch.randn(STEPS, 12, 6, dtype=DOUBLE), torch.randn(STEPS, 12, 3, dtype=DOUBLE)
     xs, ys = (shard(v, m, rep=1, dp=1) for v in (x, y))
     theirs = dt.run(lambda x, y: full(train(plain, by_hsdp, adamw, stepwise(clipped), x, y)), xs, ys, nodes=m)
-    ours = train(plain, lambda model: sharded(model, m, replicas="rep"), adamw, stepwise(clipped), xs, ys)
-    for value, wanted in zip(ours, theirs[3], strict=True):
-        torch.testing.assert_close(value.cpu(), wanted.cpu(), rtol=1e-11, atol=1e-12)  # alike on all four ranks
+    for place, options in ((m, {"replicas": "rep"}), (m["rep", "dp"], {})):  # our words, and torch's
+        ours = train(plain, lambda model: sharded(model, place, **options), adamw, stepwise(clipped), xs, ys)  # noqa: B023
+        for value, wanted in zip(ours, theirs[3], strict=True):
+            torch.testing.assert_close(value.cpu(), wanted.cpu(), rtol=1e-11, atol=1e-12)  # alike on all four ranks
     _, model = made(m, replicas="rep")
     assert model(torch.ones(8, 6, dtype=DOUBLE)).shape == (2, 3)
     with pytest.raises(ValueError, match="over and replicas are two dims of the mesh, and both are 'dp'"):
