@@ -82,7 +82,12 @@ def test_a_function_knows_how_many_nodes_there_are() -> None:
         assert early.result() == ("go on", 1)
         mesh, actor = dt.mesh(dp=3), dt.actor(Sized, node=1)
         assert dt.here().world_size == 3
-        assert dt.run(size, node=[0, 1, 2]) == dt.run(size, node=mesh) == dt.run(size, nodes=[0, 1, 2]) == [3, 3, 3]
+        assert (
+            dt.run(size, node=[0, 1, 2])
+            == dt.run(size, node=mesh)
+            == dt.run(size, node=[0, 1, 2], distributed=True)
+            == [3, 3, 3]
+        )
         assert list(dt.map(lambda _: size(), range(4))) == [3] * 4
         assert actor.size().result() == actor.size_in_a_thread().result() == 3
         dt.kill(2)

@@ -42,7 +42,7 @@ import disttensor as dt
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=3, threads=1):
         # connections are made at first use: have them before the tests look for leaks
-        dt.run(torch.distributed.get_rank, nodes=[0, 1, 2])
+        dt.run(torch.distributed.get_rank, node=[0, 1, 2], distributed=True)
         lock = dt.tasks.Lock()
         for node in range(3):
             torch.ones(1).to(f"node:{node}").cpu()
@@ -291,7 +291,7 @@ def test_a_function_knows_where_it_is() -> None:
     mesh = dt.mesh(dp=3, tp=1)
     expected = [(k, "cpu", host, {"dp": k, "tp": 0}) for k in range(3)]
     assert dt.run(place, node=mesh) == dt.submit(place, node=mesh).result() == expected
-    assert dt.run(lambda: dt.here()["dp"], nodes=mesh) == [0, 1, 2]
+    assert dt.run(lambda: dt.here()["dp"], node=mesh, distributed=True) == [0, 1, 2]
     assert dt.run(place, node=2) == (2, "cpu", host, {})
     with pytest.raises(KeyError, match=r"no dim 'dp'.*not run on a mesh"):
         dt.run(lambda: dt.here()["dp"], node=0)
