@@ -424,7 +424,7 @@ def _alike(members: Sequence[NodePlace]) -> None:
 
 @contextlib.contextmanager
 def varying(*dims: str) -> Iterator[None]:
-    """Has random numbers on meshes differ along dims, inside of a ``with`` block: ``with dt.varying("dp"): model(x)``.
+    """Has random numbers on meshes differ along dims, inside of a block: ``with dt.meshes.varying("dp"): model(x)``.
 
     Ranks that differ in their coordinates along ``dims`` draw different numbers, others the same. A mesh has generators
     of its own for that, which begin anew with ``torch.manual_seed``; those of the code around the block are not used.

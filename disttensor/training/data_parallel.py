@@ -108,7 +108,7 @@ class DataParallel(torch.nn.Module):
         self._spoilt = False  #: buffers may differ, since a pass that reduces went before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module does, on each rank of its own share, inside of ``dt.varying(over)``.
+        """Returns what the module does, on each rank of its own share, inside of ``dt.meshes.varying(over)``.
 
         Local tensors, and tensors on one node, in lists and dicts too, are cut in dimension 0, in equal parts for the
         ranks along ``over``; ranks that differ along other dims get the same. Tensors on the mesh, and those without a

@@ -124,7 +124,7 @@ STARTS: dict[str, Mistake] = {
 @pytest.mark.parametrize("name", STARTS)
 def test_mistakes_at_the_start(name: str) -> None:
     wrong(name, STARTS)
-    assert not dt.is_initialized()
+    assert not dt.session.is_initialized()
 
 
 def test_a_session_in_words_while_it_runs_and_after_it() -> None:

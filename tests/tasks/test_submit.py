@@ -49,7 +49,7 @@ def double(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def place(port: int) -> int | None:
     until(port)
-    return dt.here().node
+    return dt.tasks.here().node
 
 
 def fail(text: str) -> None:

@@ -505,7 +505,7 @@ def test_what_is_skipped_stays_each_ranks_own() -> None:
 @pytest.mark.row("T31")
 def test_ranks_begin_with_the_first_ones_parameters_and_buffers() -> None:
     m = ranks(3)
-    with dt.varying("dp"):
+    with dt.meshes.varying("dp"):
         net = nn.BatchNorm1d(4).to(m.device)
         with torch.no_grad():
             net.weight.normal_()
