@@ -58,8 +58,6 @@ if TYPE_CHECKING:
         all_gather as all_gather,
         all_reduce as all_reduce,
         broadcast as broadcast,
-        check as check,
-        connect as connect,
         DataParallel as DataParallel,
         device as device,
         DistributedTensor as DistributedTensor,
@@ -70,18 +68,14 @@ if TYPE_CHECKING:
         Graph as Graph,
         graph as graph,
         graphed as graphed,
-        here as here,
         init as init,
         init_master_worker as init_master_worker,
-        is_initialized as is_initialized,
         kill as kill,
         map as map,
         mesh as mesh,
         node as node,
         NodeLost as NodeLost,
         nodes as nodes,
-        reduce_scatter as reduce_scatter,
-        replicate as replicate,
         run as run,
         shard as shard,
         shutdown as shutdown,
@@ -89,7 +83,6 @@ if TYPE_CHECKING:
         stream as stream,
         submit as submit,
         synchronize as synchronize,
-        varying as varying,
         wait_for_nodes as wait_for_nodes,
     )
 
@@ -105,29 +98,22 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
-    "check",
-    "connect",
     "fetch",
     "fully_shard",
     "graph",
     "graphed",
-    "here",
     "init",
     "init_master_worker",
-    "is_initialized",
     "kill",
     "mesh",
     "node",
     "nodes",
-    "reduce_scatter",
-    "replicate",
     "run",
     "shard",
     "shutdown",
     "stream",
     "submit",
     "synchronize",
-    "varying",
     "wait_for_nodes",
 ]
 
@@ -180,6 +166,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_BESIDE, *_MODULES, *(name for name in globals() if name.startswith("__"))})
 
 
-moved.install()
 at_import.watch()
 tracebacks.install()

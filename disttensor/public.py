@@ -21,16 +21,15 @@ from .collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,
     broadcast as broadcast,
-    reduce_scatter as reduce_scatter,
 )
 from .errors import DisttensorError as DisttensorError, NodeLost as NodeLost
 from .futures import fetch as fetch
 from .graphs import Graph as Graph, graph as graph, graphed as graphed
-from .meshes import mesh as mesh, replicate as replicate, shard as shard, varying as varying
+from .meshes import mesh as mesh, shard as shard
 from .proxy.factories import device as device
 from .proxy.proxy import DistributedTensor as DistributedTensor
 from .runtime.protocol.bundle import VERSION as __version__
-from .session import is_initialized as is_initialized, node as node
+from .session import node as node
 from .startup.elastic import kill as kill, wait_for_nodes as wait_for_nodes
 from .startup.start import (
     init as init,
@@ -38,8 +37,7 @@ from .startup.start import (
     shutdown as shutdown,
 )
 from .streams import Event as Event, Stream as Stream, stream as stream, synchronize as synchronize
-from .tasks import actor as actor, connect as connect, here as here, run as run, submit as submit
+from .tasks import actor as actor, run as run, submit as submit
 from .tasks.mapping import map as map
 from .tasks.nodes import nodes as nodes
 from .training import DataParallel as DataParallel, fully_shard as fully_shard
-from .verify.module_check import check as check

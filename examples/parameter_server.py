@@ -37,7 +37,7 @@ def work(server, model, inputs, targets, steps):
         rows = slice(32 * step % len(inputs), 32 * step % len(inputs) + 32)
         model.zero_grad()
         F.mse_loss(model(inputs[rows]), targets[rows]).backward()
-        server.push(dt.here().node, {name: p.grad for name, p in model.named_parameters()}).wait()
+        server.push(dt.tasks.here().node, {name: p.grad for name, p in model.named_parameters()}).wait()
 
 
 workers = int(sys.argv[1]) if len(sys.argv) > 1 else 3

@@ -292,7 +292,7 @@ def reduce_scatter(
 
         >>> inputs = [[torch.tensor([1.0 + 10 * i + j], device=f"node:{i}") for j in range(2)] for i in range(2)]
         >>> outs = [torch.empty(1, device=f"node:{i}") for i in range(2)]
-        >>> dt.reduce_scatter(outs, inputs)
+        >>> dt.collectives.reduce_scatter(outs, inputs)
         >>> [[x.item() for x in row] for row in inputs], [out.item() for out in outs]
         ([[1.0, 2.0], [11.0, 12.0]], [12.0, 14.0])
     """

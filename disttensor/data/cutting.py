@@ -62,7 +62,7 @@ def _parts(leaf: Any, rows: Sequence[int], path: str, ranks: Ranks) -> Sequence[
         if leaf.shape[0] != whole:
             raise ValueError(
                 f"distribute: {path} has the shape {tuple(leaf.shape)}, and the batch has {whole} rows; a tensor that "
-                "all ranks need whole goes there once, beside the loop (dt.replicate)"
+                "all ranks need whole goes there once, beside the loop (dt.meshes.replicate)"
             )
         return list(leaf.split(list(rows)))
     if has_to(leaf):

@@ -91,7 +91,7 @@ def distribute(
     loader_or_dataset: Any,
     where: Any,
     *,
-    over: Over = "dp",
+    over: Over | None = None,
     batch_size: int | None = None,
     shuffle: bool | None = None,
     seed: int = 0,
@@ -116,7 +116,8 @@ def distribute(
         loader_or_dataset: a dataset, with ``batch_size``; or a loader: a DataLoader, or any iterable of batches.
         where: a mesh, whose batches are tensors on it; a list of nodes, which get a list of batches, one for each; or
             one node or device.
-        over: of a mesh: the name of a dim, or several. Ranks that differ along others get the same samples.
+        over: of a mesh: the name of a dim, or several. Ranks that differ along others get the same samples. Default:
+            those of ``mesh["dp"]``, the only one of a mesh, or "dp".
         batch_size: the samples of a global batch, that of all ranks together, which they divide.
         shuffle: whether each epoch has another order: the one of DistributedSampler with this seed.
         seed: that of the order, and of the random numbers that a dataset draws for each sample.

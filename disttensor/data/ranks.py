@@ -10,7 +10,7 @@ import torch
 from ..collectives.over_dims import Over
 from ..dispatch import copies
 from ..dispatch.call_site import here
-from ..meshes.mesh import Mesh, place_of
+from ..meshes.mesh import Mesh, all_dims_of, along, place_of
 from ..proxy.meta import Handle, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.process.spelling import shown
@@ -22,7 +22,7 @@ from ..session.places import MeshPlace, NodePlace, Place
 class Ranks:
     """The places of a loader's batches. ``size`` of them have samples of their own."""
 
-    def __init__(self, where: Any, over: Over) -> None:
+    def __init__(self, where: Any, over: Over | None) -> None:
         """Raises TypeError for what is no place, ValueError for a node or dim that does not exist or is named twice,
         DisttensorError without a session."""
         self.session = current.session()
@@ -30,9 +30,10 @@ class Ranks:
         self.many = True  #: a batch is one for each place, in a list
         self.places: Sequence[NodePlace]  #: of nodes
         self.of: list[int]  #: the rank of each place
+        named, where = along(where, over, "dp"), all_dims_of(where)
         if isinstance(where, Mesh):
             self.mesh = place_of(where, "distribute")
-            names = (over,) if isinstance(over, str) else tuple(over)
+            names = (named,) if isinstance(named, str) else tuple(named)
             if not names:
                 raise ValueError(f"distribute: over names no dim; {where} has {', '.join(where.names)}")
             for name in names:

@@ -117,7 +117,9 @@ def _geometries(
         place.dead.extend(refs)  # nodes may have made them: of a mesh those that have not failed
         if not isinstance(e, RanksDiffer):
             raise
-        raise RanksDiffer(f"{entry.name}: {e}; dt.run(function, nodes=mesh) runs what differs by rank") from None
+        raise RanksDiffer(
+            f"{entry.name}: {e}; dt.run(function, node=mesh, distributed=True) runs what differs by rank"
+        ) from None
     if len(reply.outs) != len(refs):
         raise DisttensorError(f"{entry.name}: {place} answered {reply} where {len(refs)} shapes were due")
     return [None if g is None else meta_told(g, place) for g in reply.outs]

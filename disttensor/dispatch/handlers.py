@@ -110,7 +110,7 @@ def share(source: torch.Tensor, place: Place) -> torch.Tensor:
 def _gradient_of_a_copy(grad: DistributedTensor, place: Place | None) -> DistributedTensor:
     """Returns the gradient at ``place`` (None: on a node) of what was copied to ranks of a mesh: the sum of theirs."""
     if torch.is_grad_enabled() and grad.requires_grad:
-        way = "disttensor.replicate(x, mesh)"
+        way = "disttensor.meshes.replicate(x, mesh)"
         # what is on a mesh can be made of shards, which have second derivatives
         if isinstance(place, MeshPlace):
             way = "disttensor.meshes.from_shards(mesh, [...]) of shards (x.shards())"

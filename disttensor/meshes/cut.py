@@ -14,7 +14,7 @@ from ..proxy.proxy import where_is
 from ..runtime.process.spelling import shown
 from ..session.places import MeshPlace
 from .making import shard
-from .mesh import Mesh
+from .mesh import Mesh, all_dims_of, along
 
 
 class Cut:
@@ -27,7 +27,8 @@ class Cut:
     One object is shared by the copies of a module, and is not pickled: it belongs to a session.
     """
 
-    def __init__(self, mesh: Mesh, over: str, size: int, what: str) -> None:
+    def __init__(self, mesh: Mesh, over: str | None, size: int, what: str) -> None:
+        over, mesh = along(mesh, over, "tp"), all_dims_of(mesh)
         if not isinstance(mesh, Mesh):
             raise TypeError(f"{what} takes a mesh, as in mesh=dt.mesh(dp=2, tp=2), not {shown(mesh)}")
         if not isinstance(over, str):

@@ -1,5 +1,5 @@
 """The states of all generators of a mesh, for a checkpoint: of the one that is the same on all ranks, and of those that
-draw within ``dt.varying``."""
+draw within ``dt.meshes.varying``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Generators:
     """The random number generators of a mesh, or a node, as a part of a program's state.
 
     A mesh has a generator that is the same on all ranks, and one for each way in which numbers vary
-    (``dt.varying("dp")``, as in the forward passes of ``dt.DataParallel``). With their states in its checkpoint a
-    program with dropout goes on with the bits of a run without a break.
+    (``dt.meshes.varying("dp")``, as in the forward passes of ``dt.DataParallel``). With their states in its checkpoint
+    a program with dropout goes on with the bits of a run without a break.
 
         >>> mesh = dt.mesh(dp=2)
         >>> generators = dt.meshes.Generators(mesh)     # "generators": generators, in the state of dt.checkpoint.save
-        >>> with dt.varying("dp"):
+        >>> with dt.meshes.varying("dp"):
         ...     x = torch.rand(3, device=mesh.device)
         ...     before = generators.state_dict()
         ...     x = torch.rand(3, device=mesh.device)

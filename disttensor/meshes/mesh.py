@@ -26,16 +26,26 @@ class Mesh:
     ``mesh.device`` is an ordinary ``torch.device``: what is made or moved there is on all of the nodes, one tensor of
     one shape on each, and an operation on it is one command for all of them. The values may differ between nodes.
 
+    ``mesh["dp"]`` are some of its dims, as of torch's DeviceMesh: all of the nodes, seen along dp.
+
     A mesh is a value: two of the same nodes, in the same order and with the same dims, are one. ``split``, ``flatten``
     and ``rename`` give other names for the same place, whose tensors mix freely; another mesh is another place.
     """
 
-    __slots__ = ("_claim", "_dims", "_place")
+    __slots__ = ("_claim", "_dims", "_place", "_whole")
 
-    def __init__(self, place: MeshPlace, dims: Mapping[str, int], claim: _Claim | None = None) -> None:
+    #: A mesh has no items to go through: without this Python would ask for ``mesh[0]``.
+    __iter__ = None
+
+    def __init__(
+        self, place: MeshPlace, dims: Mapping[str, int], claim: _Claim | None = None, whole: Mesh | None = None
+    ) -> None:
         self._place, self._dims, self._claim = place, dict(dims), claim or _Claim()
+        self._whole = whole  #: the mesh of which these are some dims
 
     def __repr__(self) -> str:
+        if self._whole is not None:
+            return f"{self._whole}[{', '.join(map(repr, self._dims))}]"
         dims = ", ".join(f"{name}={size}" for name, size in self._dims.items())
         return f"Mesh({dims}, nodes={list(self.nodes)}{', closed' if self._claim.closed else ''})"
 
@@ -49,6 +59,12 @@ class Mesh:
                 raise AttributeError(
                     f"a mesh has no attribute {name!r}: mesh.size({name!r}) is the size of its dim, and "
                     f"mesh.coordinate({name!r}) has the ranks' coordinates"
+                )
+            if name in _OF_A_RANK:
+                raise AttributeError(
+                    f"a mesh has no attribute {name!r}, which each rank has another of, and the script is none: "
+                    f"mesh.coordinate({self.names[0]!r}) has the ranks' coordinates, and in a function of dt.run(fn, "
+                    f"node=mesh, distributed=True) dt.tasks.device_mesh().{name} is that rank's"
                 )
             public = [known for known in dir(type(self)) if not known.startswith("_")]
             raise AttributeError(f"a mesh has no attribute {name!r}{did_you_mean(name, public)}")
@@ -71,7 +87,7 @@ class Mesh:
 
     def _repr_html_(self) -> str:
         """Returns a table of the nodes by their coordinates, for a notebook: the last dim goes from left to right."""
-        *outer, (last, width) = self._dims.items()
+        *outer, (last, width) = (self._whole or self)._dims.items()
         cells = [f"node {node}" for node in self.nodes]
         if not outer:
             return html(repr(self), [f"{last}={i}" for i in range(width)], [cells])
@@ -123,13 +139,60 @@ class Mesh:
         return tuple(self._dims)
 
     @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The names of the dims, by torch's word."""
+        return self.names
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the dims."""
         return tuple(self._dims.values())
 
-    def size(self, dim: str | None = None) -> int:
-        """Returns the size of a dim, or (None) the number of nodes. Raises ValueError for a dim that there is not."""
-        return len(self) if dim is None else self._dims[self._named(dim)]
+    @property
+    def ndim(self) -> int:
+        """The number of the dims."""
+        return len(self._dims)
+
+    def size(self, dim: str | int | None = None) -> int:
+        """Returns the size of a dim, by its name or, as torch has it, its index; or (None) of all dims together.
+
+        Raises ValueError for a name, IndexError for an index, that there is not.
+        """
+        if dim is None:
+            return prod(self.shape)
+        if isinstance(dim, int):
+            if not -self.ndim <= dim < self.ndim:
+                raise IndexError(
+                    f"size: {self} has {self.ndim} dims ({', '.join(self._dims)}), and none of index {dim}"
+                )
+            return self.shape[dim]
+        return self._dims[self._named(dim)]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """Returns some dims of the mesh, as torch's DeviceMesh: ``mesh["dp"]``, ``mesh["rep", "dp"]``. No traffic.
+
+        With torch each rank gets the line of nodes that it is in. The script has all of these lines: the place stays,
+        and what takes such a mesh (``fully_shard``, ``DataParallel``, ``dt.nn``, ``distribute``) goes along its dims.
+
+        Raises KeyError for an unknown dim, and for dims that are not in the mesh's order, TypeError for what is not a
+        name. ``slice`` is the mesh of some of the nodes.
+        """
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
+            raise TypeError(
+                f"mesh[...] takes names of dims, as in mesh[{self.names[0]!r}], not {shown(names)}; "
+                f"mesh.slice({self.names[0]}=0) is the mesh of some of the nodes"
+            )
+        for name in wanted:
+            if name not in self._dims:
+                raise KeyError(self._no_dim(name))
+        dims = {name: size for name, size in self._dims.items() if name in wanted}
+        if tuple(dims) != wanted or not wanted:
+            raise KeyError(
+                f"{self} has its dims in the order {', '.join(self._dims)}, in which mesh[...] takes one or several of "
+                f"them, not {shown(names)}"
+            )
+        return Mesh(self._place, dims, self._claim, self._whole or self)
 
     def coordinate(self, dim: str) -> DistributedTensor:
         """Returns an int64 tensor of no dimension on the mesh: on each rank its own coordinate along a dim.
@@ -144,10 +207,16 @@ class Mesh:
 
     def _named(self, dim: str) -> str:
         if dim not in self._dims:
-            raise ValueError(
-                f"{self} has no dim {shown(dim)}; it has {', '.join(self._dims)}{did_you_mean(dim, self._dims)}"
-            )
+            raise ValueError(self._no_dim(dim))
         return dim
+
+    def _no_dim(self, dim: str) -> str:
+        return f"{self} has no dim {shown(dim)}; it has {', '.join(self._dims)}{did_you_mean(dim, self._dims)}"
+
+    def _not_of_dims(self, what: str) -> None:
+        """Raises ValueError for some dims of a mesh: other nodes, and other names, are the whole mesh's."""
+        if self._whole is not None:
+            raise ValueError(f"{what}: {self} are some dims of a mesh; the mesh itself has {what}")
 
     def _view(self, dims: Mapping[str, int]) -> Mesh:
         self._place.name_dims(dims)
@@ -160,6 +229,7 @@ class Mesh:
 
         Raises ValueError for an unknown dim, a coordinate out of its range, or coordinates of all dims.
         """
+        self._not_of_dims("slice")
         for dim, at in coordinates.items():
             if not 0 <= at < self._dims[self._named(dim)]:
                 raise ValueError(f"slice: {dim}={at} is not in {self}: it has 0 to {self._dims[dim] - 1}")
@@ -179,6 +249,7 @@ class Mesh:
         Raises ValueError for an unknown dim, a size that does not divide it, or a name that another dim of the place
         has.
         """
+        self._not_of_dims("split")
         made: dict[str, int] = {}
         for name, size in self._dims.items():
             parts = dims.get(name)
@@ -205,15 +276,30 @@ class Mesh:
         return self._view(made)
 
     def flatten(self, name: str = "all") -> Mesh:
-        """Returns a view with one dim, of this name. No traffic."""
-        made = {name: len(self)}
-        return self._view(made)
+        """Returns a view with one dim, of this name: ``mesh["dp", "cp"].flatten("dp_cp")`` has these two as one. No
+        traffic.
+
+        Raises ValueError for dims that do not lie side by side, and for a name that another dim of the place has.
+        """
+        if self._whole is None:
+            return self._view({name: len(self)})
+        names = list(self._whole._dims)
+        first = names.index(self.names[0])
+        if tuple(names[first : first + self.ndim]) != self.names:
+            raise ValueError(f"flatten: the dims of {self} do not lie side by side; it has {', '.join(names)}")
+        if name in names and name not in self.names:
+            raise ValueError(f"flatten: {name!r} is another dim of {self._whole}")
+        made = {known: self._whole._dims[known] for known in names[:first]}
+        made[name] = self.size()
+        made |= {known: self._whole._dims[known] for known in names[first + self.ndim :]}
+        return self._whole._view(made)[name]
 
     def rename(self, **names: str) -> Mesh:
         """Returns a view whose dims have other names: ``mesh.rename(dp="replica")``. No traffic.
 
         Raises ValueError for an unknown dim.
         """
+        self._not_of_dims("rename")
         for dim in names:
             self._named(dim)
         made = {names.get(dim, dim): size for dim, size in self._dims.items()}
@@ -229,6 +315,33 @@ class Mesh:
             if not self._claim.closed:
                 self._claim.closed = True
                 self._place.session.places.close_mesh(self._place)
+
+
+#: What torch's DeviceMesh says of the rank that asks.
+_OF_A_RANK = ("get_all_groups", "get_coordinate", "get_group", "get_local_rank", "get_rank")
+
+
+def all_dims_of(mesh: Any) -> Any:
+    """Returns the mesh some dims of which are ``mesh["dp"]``; anything else as it is."""
+    return mesh._whole or mesh if isinstance(mesh, Mesh) else mesh
+
+
+def along(mesh: Any, over: Any, usual: str) -> Any:
+    """Returns the dims along which a function goes that takes a mesh: ``over``; where that is None those of
+    ``mesh["dp"]``, the only one of a mesh, or the ``usual`` one.
+
+    Raises ValueError for a name in ``over`` that is not among those of ``mesh["dp"]``.
+    """
+    if not isinstance(mesh, Mesh):
+        return usual if over is None else over  # the caller says what is wrong with it
+    if over is None:
+        if mesh.ndim == 1:
+            return mesh.names[0]
+        return usual if mesh._whole is None else mesh.names
+    if mesh._whole is not None:
+        for name in (over,) if isinstance(over, str) else over:
+            mesh._named(name)
+    return over
 
 
 def _device(value: Any) -> Any:
@@ -311,7 +424,7 @@ def _alike(members: Sequence[NodePlace]) -> None:
 
 @contextlib.contextmanager
 def varying(*dims: str) -> Iterator[None]:
-    """Has random numbers on meshes differ along dims, inside of a ``with`` block: ``with dt.varying("dp"): model(x)``.
+    """Has random numbers on meshes differ along dims, inside of a block: ``with dt.meshes.varying("dp"): model(x)``.
 
     Ranks that differ in their coordinates along ``dims`` draw different numbers, others the same. A mesh has generators
     of its own for that, which begin anew with ``torch.manual_seed``; those of the code around the block are not used.

@@ -28,7 +28,8 @@ class ParallelEmbedding(Sharded):
             shares are padded by zeros, which no index reaches.
         padding_idx: the index whose row has no gradient, as of nn.Embedding.
         mesh: the mesh that the table is on.
-        over: the name of its dim along which it is cut; along others each rank has the same rows.
+        over: the name of its dim along which it is cut; along others each rank has the same rows. Default: that
+            of ``mesh["tp"]``, the only one of a mesh, or "tp".
         dtype: of the table; torch's default where none is given.
 
     The input is a tensor of indices on the mesh, alike on all ranks along ``over``; the output has one more dimension,
@@ -47,7 +48,7 @@ class ParallelEmbedding(Sharded):
         padding_idx: int | None = None,
         *,
         mesh: Mesh,
-        over: str = "tp",
+        over: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         cut = Cut(mesh, over, num_embeddings, "ParallelEmbedding")
@@ -60,7 +61,7 @@ class ParallelEmbedding(Sharded):
         self.padding_idx = plain.padding_idx
 
     @classmethod
-    def from_plain(cls, module: nn.Embedding, mesh: Mesh, over: str = "tp") -> ParallelEmbedding:
+    def from_plain(cls, module: nn.Embedding, mesh: Mesh, over: str | None = None) -> ParallelEmbedding:
         """Returns a parallel table with the values of an nn.Embedding, which is local, on a node or on the mesh.
 
         Raises TypeError for another module, or one on another mesh; ValueError for one with max_norm,

@@ -52,7 +52,8 @@ class ColumnParallelLinear(_Linear):
         gather_output: whether all ranks get all features, (..., out_features). If not, each gets its own, (...,
             ``out_features_per_rank``), padding zero, for a ``RowParallelLinear`` with ``input_is_parallel``.
         mesh: the mesh that the parameters are on.
-        over: the name of its dim along which they are cut; along others each rank has the same.
+        over: the name of its dim along which they are cut; along others each rank has the same. Default: that of
+            ``mesh["tp"]``, the only one of a mesh, or "tp".
         dtype: of the parameters; torch's default where none is given.
 
     The input is (..., in_features) on the mesh, alike on all ranks along ``over``. ``weight`` is
@@ -72,7 +73,7 @@ class ColumnParallelLinear(_Linear):
         gather_output: bool = True,
         *,
         mesh: Mesh,
-        over: str = "tp",
+        over: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         cut = Cut(mesh, over, out_features, "ColumnParallelLinear")
@@ -85,7 +86,7 @@ class ColumnParallelLinear(_Linear):
 
     @classmethod
     def from_plain(
-        cls, module: nn.Linear, mesh: Mesh, over: str = "tp", *, gather_output: bool = True
+        cls, module: nn.Linear, mesh: Mesh, over: str | None = None, *, gather_output: bool = True
     ) -> ColumnParallelLinear:
         """Returns a column parallel layer with the values of an nn.Linear, which is local, on a node or on the mesh.
 
@@ -128,7 +129,8 @@ class RowParallelLinear(_Linear):
             ``ColumnParallelLinear(gather_output=False)`` gives them. If not, the input is (..., in_features), alike on
             all ranks along ``over``.
         mesh: the mesh that the parameters are on.
-        over: the name of its dim along which they are cut; along others each rank has the same.
+        over: the name of its dim along which they are cut; along others each rank has the same. Default: that of
+            ``mesh["tp"]``, the only one of a mesh, or "tp".
         dtype: of the parameters; torch's default where none is given.
 
     The output is (..., out_features), alike on all ranks along ``over``. ``weight`` is (out_features,
@@ -148,7 +150,7 @@ class RowParallelLinear(_Linear):
         input_is_parallel: bool = False,
         *,
         mesh: Mesh,
-        over: str = "tp",
+        over: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         cut = Cut(mesh, over, in_features, "RowParallelLinear")
@@ -161,7 +163,7 @@ class RowParallelLinear(_Linear):
 
     @classmethod
     def from_plain(
-        cls, module: nn.Linear, mesh: Mesh, over: str = "tp", *, input_is_parallel: bool = False
+        cls, module: nn.Linear, mesh: Mesh, over: str | None = None, *, input_is_parallel: bool = False
     ) -> RowParallelLinear:
         """Returns a row parallel layer with the values of an nn.Linear, which is local, on a node or on the mesh.
 

@@ -19,7 +19,7 @@ def session() -> Session:
         if (found := where.found()) is not None:
             raise DisttensorError(
                 f"this function runs on node {found.node}, which has no session: nodes, meshes and tensors on them are "
-                "the script's. Return what it is to do next; dt.here() says where this is"
+                "the script's. Return what it is to do next; dt.tasks.here() says where this is"
             )
         raise DisttensorError("there is no session; call disttensor.init_master_worker() first")
     return _session

@@ -54,7 +54,7 @@ class _Endpoints:
 
 
 class Endpoint:
-    """A place of the job to which other programs connect, by ``dt.connect``: monitors, servers, sources of data.
+    """A place of the job to which other programs connect, by ``dt.tasks.connect``: monitors, servers, sources of data.
 
         >>> endpoint = dt.tasks.Endpoint("/home/me/job.connection")
         >>> for client in endpoint.clients(2):
@@ -85,7 +85,7 @@ class Endpoint:
         BrokenError for a port that is taken, ValueError for an address that is not this machine's.
         """
         if where.found() is not None:
-            raise DisttensorError("an Endpoint is made by the script; functions on nodes may use dt.connect")
+            raise DisttensorError("an Endpoint is made by the script; functions on nodes may use dt.tasks.connect")
         session = current.session()
         whole_number("max_clients", max_clients, 1)
         whole_number("port", port)

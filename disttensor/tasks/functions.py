@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
 
 from ..dispatch.call_site import here
-from ..errors.argument_checks import spelled
+from ..errors.argument_checks import flag, spelled
 from ..errors.missing import advised
 from ..meshes.mesh import Mesh
 from ..runtime.master.route import waits
@@ -39,21 +40,13 @@ def run(
     fn: Takes3[A, B, C, R], a: Given[A], b: Given[B], c: Given[C], /, *args: Any, node: Node | None, **kwargs: Any
 ) -> R: ...
 @overload
-def run(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+def run(fn: Callable[..., R], /, *, node: Nodes, distributed: bool = False, **kwargs: Any) -> list[R]: ...
 @overload
-def run(fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
-@overload
-def run(fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any) -> list[R]: ...
+def run(fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, distributed: bool = False, **kwargs: Any) -> list[R]: ...
 @overload
 def run(
-    fn: Takes3[A, B, C, R], a: GivenEach[A], b: GivenEach[B], c: GivenEach[C], /, *args: Any, node: Nodes, **kwargs: Any
+    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, distributed: bool = False, **kwargs: Any
 ) -> list[R]: ...
-@overload
-def run(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
-@overload
-def run(fn: Takes1[A, R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
-@overload
-def run(fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any) -> list[R]: ...
 @overload
 def run(
     fn: Takes3[A, B, C, R],
@@ -62,7 +55,8 @@ def run(
     c: GivenEach[C],
     /,
     *args: Any,
-    nodes: Nodes,
+    node: Nodes,
+    distributed: bool = False,
     **kwargs: Any,
 ) -> list[R]: ...
 @overload
@@ -82,6 +76,7 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
     *args: Any,
     node: Node | Nodes | None = None,
     nodes: Nodes | None = None,
+    distributed: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Runs ``fn(*args, **kwargs)`` on a node (the current one by default), waits for it, and returns its result.
@@ -94,7 +89,7 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
     On a mesh each node gets its own part of a tensor that is there:
 
         >>> mesh = dt.mesh(dp=2)
-        >>> dt.run(center, dt.shard(torch.arange(4.0), mesh, dp=0), nodes=mesh)
+        >>> dt.run(center, dt.shard(torch.arange(4.0), mesh, dp=0), node=mesh, distributed=True)
         [(tensor([-0.5000,  0.5000], device='node:0'), 2), (tensor([-0.5000,  0.5000], device='node:1'), 2)]
 
     Args:
@@ -105,11 +100,12 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
             another value for each of several nodes.
         node: a number or a text such as "node:1". Or several, such as a ``Group`` or a ``Mesh``: the function runs on
             all of them at once, and the results come in a list, in their order.
-        nodes: several nodes, or a mesh, on which torch.distributed is initialized first: the first one is rank 0 of the
-            default process group, by gloo (NCCL for CUDA tensors, where each node has a GPU of its own). The process
-            group stays for the next call with the same nodes. A rank that fails ends the others' waiting for it
-            (docs/PROCESS_GROUPS.md). The results come in a list. On a mesh ``dt.tasks.device_mesh()`` in the function
-            is torch's DeviceMesh, with a process group for each dim.
+        distributed: torch.distributed is initialized first on these nodes, which are several, or a mesh: the first one
+            is rank 0 of the default process group, by gloo (NCCL for CUDA tensors, where each node has a GPU of its
+            own). The process group stays for the next call with the same nodes. A rank that fails ends the others'
+            waiting for it (docs/PROCESS_GROUPS.md). On a mesh ``dt.tasks.device_mesh()`` in the function is torch's
+            DeviceMesh, with a process group for each dim.
+        nodes: the former spelling of ``node=`` with ``distributed=True``, for one release, with a warning.
 
     Tensors in the result come back as proxies, without a transfer (``dt.meshes.from_shards(mesh, results)`` makes those
     of a mesh's nodes one tensor); everything else must be plain data: numbers, text, bytes, dates, paths, arrays of
@@ -124,8 +120,8 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
     a function or arguments that can't be pickled; ValueError for what exceeds 64 MiB, and for nodes that do not exist;
     GraphError while a graph is recorded; NodeLost; CancelledError where ``interrupt`` has ended the function. With
     several nodes all have ended then, and further errors are in notes; on a mesh with the nodes' coordinates.
-    DisttensorError for a mesh that is closed. With ``nodes`` also ValueError where gloo must not be used between their
-    hosts, and DisttensorError where nodes are threads (launcher="inproc").
+    DisttensorError for a mesh that is closed. With ``distributed`` also ValueError where gloo must not be used between
+    their hosts, and DisttensorError where nodes are threads (launcher="inproc").
 
     Ctrl-C ends the waiting, and the function by a KeyboardInterrupt on its node, which stays usable. It does not
     interrupt what a C library does, nor, on a node that has streams, what waits in the kernel (``time.sleep``), nor
@@ -134,7 +130,7 @@ def run(  # type: ignore[misc]  # of a function that takes a ``node``, this one 
     session = current.session()
     site = here()
     check_call(fn, kwargs, "run")
-    _, as_ranks, place = place_of_call("run", session, node, nodes)
+    _, as_ranks, place = place_of_call("run", session, node, nodes, distributed)
     if isinstance(place, Targets):
         return _run_on_all(session, place, fn, args, kwargs, site, as_ranks)
     call = FunctionCall(session, place, fn, args, kwargs, site)
@@ -167,9 +163,12 @@ def interrupt(node: int | str | torch.device) -> int:
     return sum([session.link.cancel(place.node, request) for request in reversed(requests)])
 
 
-def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[bool, bool, NodePlace | Targets]:
-    """Returns where a function is to run, by the arguments ``node`` and ``nodes`` of ``what``: whether these are
-    several nodes, whether as ranks of torch.distributed, and which. Raises TypeError, and as ``Targets``."""
+def place_of_call(
+    what: str, session: Session, node: Any, nodes: Any, distributed: Any
+) -> tuple[bool, bool, NodePlace | Targets]:
+    """Returns where a function is to run, by the arguments ``node``, ``nodes`` and ``distributed`` of ``what``, whose
+    caller is warned of ``nodes``: whether these are several nodes, whether as ranks of torch.distributed, and which.
+    Raises TypeError, and as ``Targets``."""
     if session.shares_process and (found := where.found()) is not None:  # it would wait for itself
         raise DisttensorError(
             f"{what}: this function runs on node {found.node}, a thread of the script's, and what it would wait for "
@@ -177,13 +176,23 @@ def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[b
         )
     if nodes is not None:
         if node is not None:
-            raise TypeError(f"{what} takes node= or nodes=, not both")
-        if isinstance(nodes, (int, str, torch.device)):
+            raise TypeError(f"{what} takes node= or nodes=, not both; nodes= is node= with distributed=True")
+        warnings.warn(
+            f"{what}(fn, nodes=...) is {what}(fn, node=..., distributed=True) now; the old argument goes with the next "
+            "release",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        node, distributed = nodes, True
+    flag("distributed", distributed)
+    if distributed:
+        if node is None or isinstance(node, (int, str, torch.device)):
+            alone = "the current node" if node is None else f"node={shown(node)}"
             raise TypeError(
-                f"{what}(nodes=) takes a mesh, or a list of nodes such as [0, 1], that form a process group of "
-                f"torch.distributed; on one node it is node={shown(nodes)}"
+                f"{what}(distributed=True) takes node=mesh, or a list of nodes such as node=[0, 1], which form a "
+                f"process group of torch.distributed; on {alone} alone the function runs without"
             )
-        return True, True, Targets(session, nodes)
+        return True, True, Targets(session, node)
     if isinstance(node, Mesh) or (isinstance(node, Iterable) and not isinstance(node, str)):
         return True, False, Targets(session, node)
     if node == "any":
@@ -193,7 +202,7 @@ def place_of_call(what: str, session: Session, node: Any, nodes: Any) -> tuple[b
     if isinstance(place, MeshPlace):
         raise TypeError(
             f"{what}(node={shown(node)}): that is {place}; node=mesh runs the function on each of its nodes, and "
-            "nodes=mesh as ranks of torch.distributed"
+            "with distributed=True as ranks of torch.distributed"
         )
     return False, False, place
 
@@ -216,7 +225,7 @@ def check_call(fn: Any, kwargs: dict[str, Any], what: str) -> None:
     either: the error from the node would say that the function got it."""
     if not callable(fn):
         raise TypeError(f"{what} takes a function and its arguments, and {shown(fn)} can't be called")
-    known = ("node", "nodes", "returns", "raises", *(["beside"] if what == "submit" else []))
+    known = ("node", "distributed", "returns", "raises", *(["beside"] if what == "submit" else []))
     for name in kwargs.keys() - {"returns", "raises"}:
         if (meant := did_you_mean(name, known, "{}=")) and not _takes(fn, name):
             raise TypeError(f"{what}() has no argument {name!r}, and {name_of(fn)} takes none of that name{meant}")

@@ -1,4 +1,4 @@
-"""``dt.here()``: where the code that calls it runs, in the script or in a function on a node."""
+"""``dt.tasks.here()``: where the code that calls it runs, in the script or in a function on a node."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Here:
 def here() -> Here:
     """Returns where the calling code runs: the node, its device and host, and its coordinates on a mesh.
 
-        >>> dt.run(lambda: dt.here().node, node=1)
+        >>> dt.run(lambda: dt.tasks.here().node, node=1)
         1
         >>> mesh = dt.mesh(dp=2)
-        >>> dt.run(lambda: dt.here()["dp"], node=mesh)
+        >>> dt.run(lambda: dt.tasks.here()["dp"], node=mesh)
         [0, 1]
-        >>> print(dt.here().node)
+        >>> print(dt.tasks.here().node)
         None
 
     Its ``world_size`` is how many nodes there are, without those that are lost: in the script when this is called (0
     without a session), in a function when the script issued it, whatever comes or is lost afterwards. The numbers of
     nodes stay what they are, so after a loss one may be as large as ``world_size``, or larger.
 
-        >>> dt.run(lambda: (dt.here().node, dt.here().world_size), node=[0, 1])
+        >>> dt.run(lambda: (dt.tasks.here().node, dt.tasks.here().world_size), node=[0, 1])
         [(0, 2), (1, 2)]
 
     Does not wait, and needs no session. In a thread that a function starts it knows the node, its coordinates not, and

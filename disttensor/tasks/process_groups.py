@@ -1,4 +1,4 @@
-"""``dt.run(fn, nodes=...)``: nodes as ranks of process groups of torch.distributed, which stay between calls."""
+"""``dt.run(fn, node=..., distributed=True)``: nodes as ranks of torch.distributed, whose groups stay between calls."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SessionWorlds:
         """
         if session.shares_process:
             raise DisttensorError(
-                "nodes= runs a function with torch.distributed, which has one process group per process, and the nodes "
-                "of launcher='inproc' are threads of one; node= runs it without"
+                "distributed=True runs a function with torch.distributed, which has one process group per process, and "
+                "the nodes of launcher='inproc' are threads of one; node= alone runs it without"
             )
         channel = session.router.open(_CHANNEL, site)
         with self._lock:
@@ -62,14 +62,14 @@ class SessionWorlds:
 
 
 def device_mesh() -> DeviceMesh:
-    """Returns torch's DeviceMesh of the mesh on which a function runs; for functions of ``dt.run(..., nodes=mesh)``.
+    """Returns torch's DeviceMesh of the mesh on which a function runs, by ``dt.run(..., node=mesh, distributed=True)``.
 
         >>> def total(x):
         ...     dist.all_reduce(x, group=dt.tasks.device_mesh().get_group("dp"))
         ...     return x
         >>> mesh = dt.mesh(dp=2, tp=2)
         >>> x = dt.meshes.from_shards(mesh, list(torch.tensor([1., 10., 100., 1000.])))
-        >>> dt.run(total, x, nodes=mesh)
+        >>> dt.run(total, x, node=mesh, distributed=True)
         [tensor(101., device='node:0'), tensor(1010., device='node:1'), tensor(101., device='node:2'),
          tensor(1010., device='node:3')]
 
@@ -85,7 +85,7 @@ def device_mesh() -> DeviceMesh:
     if found is None:
         raise DisttensorError(
             "device_mesh() is for functions that run on the nodes of a mesh: mesh = dt.mesh(dp=2, tp=2); "
-            "dt.run(function, nodes=mesh)"
+            "dt.run(function, node=mesh, distributed=True)"
         )
     return found
 

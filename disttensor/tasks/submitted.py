@@ -45,24 +45,14 @@ def submit(
     fn: Takes3[A, B, C, R], a: Given[A], b: Given[B], c: Given[C], /, *args: Any, node: Node | None, **kwargs: Any
 ) -> Submitted[R]: ...
 @overload
-def submit(fn: Callable[..., R], /, *, node: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
-@overload
-def submit(fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
+def submit(fn: Callable[..., R], /, *, node: Nodes, distributed: bool = False, **kwargs: Any) -> Submitted[list[R]]: ...
 @overload
 def submit(
-    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, **kwargs: Any
+    fn: Takes1[A, R], a: GivenEach[A], /, *, node: Nodes, distributed: bool = False, **kwargs: Any
 ) -> Submitted[list[R]]: ...
 @overload
 def submit(
-    fn: Takes3[A, B, C, R], a: GivenEach[A], b: GivenEach[B], c: GivenEach[C], /, *args: Any, node: Nodes, **kwargs: Any
-) -> Submitted[list[R]]: ...
-@overload
-def submit(fn: Callable[..., R], /, *, nodes: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
-@overload
-def submit(fn: Takes1[A, R], a: GivenEach[A], /, *, nodes: Nodes, **kwargs: Any) -> Submitted[list[R]]: ...
-@overload
-def submit(
-    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, nodes: Nodes, **kwargs: Any
+    fn: Takes2[A, B, R], a: GivenEach[A], b: GivenEach[B], /, *, node: Nodes, distributed: bool = False, **kwargs: Any
 ) -> Submitted[list[R]]: ...
 @overload
 def submit(
@@ -72,7 +62,8 @@ def submit(
     c: GivenEach[C],
     /,
     *args: Any,
-    nodes: Nodes,
+    node: Nodes,
+    distributed: bool = False,
     **kwargs: Any,
 ) -> Submitted[list[R]]: ...
 @overload
@@ -94,6 +85,7 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
     *args: Any,
     node: Node | Nodes | None = None,
     nodes: Nodes | None = None,
+    distributed: bool = False,
     beside: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -110,7 +102,7 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
         64
 
     Args:
-        fn, *args, **kwargs, nodes: as for ``run``.
+        fn, *args, **kwargs, distributed: as for ``run``.
         node: as for ``run``; or "any": the node for which the fewest functions wait. Default: the node of the ``with
             dt.node(k)`` block that this is in, else "any".
         beside: the function runs on a stream of its own, beside what its node does otherwise, when everything that was
@@ -126,9 +118,9 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
     site = here()
     check_call(fn, kwargs, "submit")
     waits("a function")
-    if node is None and nodes is None:
+    if node is None and nodes is None and not distributed:
         node = "any" if (chosen := chosen_node()) is None else chosen
-    several, as_ranks, given = place_of_call("submit", session, node, nodes)
+    several, as_ranks, given = place_of_call("submit", session, node, nodes, distributed)
     places = given.places if isinstance(given, Targets) else [given]
     if isinstance(given, Targets):
         check_each(given, args, kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..collectives.groups import new_group
-from ..meshes.mesh import Mesh, place_of
+from ..meshes.mesh import Mesh, all_dims_of, place_of
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session.places import NodePlace, where
@@ -19,7 +19,7 @@ class Targets:
     def __init__(self, session: Session, given: Mesh | Iterable[int]) -> None:
         """Raises what ``new_group`` does for what is no mesh, DisttensorError for a mesh that is closed, or another
         session's."""
-        self.given = given if isinstance(given, Mesh) else new_group(given)  #: what the user calls them
+        self.given = all_dims_of(given) if isinstance(given, Mesh) else new_group(given)  #: what the user calls them
         self.places: list[NodePlace]
         self.mesh: c.MeshDims | None = None  #: the mesh that they are
         if isinstance(self.given, Mesh):

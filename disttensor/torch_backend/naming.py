@@ -60,8 +60,8 @@ class _Later(ModuleType):
         return dir(_there())
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
-        """Goes along with any function that uses torch and has a ``.node`` in it, such as that of ``dt.here()``: so
-        cloudpickle takes modules that a function may mean. It stays a stand-in there."""
+        """Goes along with any function that uses torch and has a ``.node`` in it, such as that of ``dt.tasks.here()``:
+        so cloudpickle takes modules that a function may mean. It stays a stand-in there."""
         return type(self), (self.__name__,)
 
 

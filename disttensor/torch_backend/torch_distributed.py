@@ -20,14 +20,15 @@ from ..session.places import MeshPlace, Place
 
 #: The functions of ours, by the names of torch's, where these have other names.
 _OURS = {
-    **{name: f"dt.{name}" for name in ("all_gather", "all_reduce", "broadcast", "reduce_scatter")},
+    **{name: f"dt.{name}" for name in ("all_gather", "all_reduce", "broadcast")},
+    "reduce_scatter": "dt.collectives.reduce_scatter",
     "all_to_all": "dt.collectives.all_to_all",
     "all_to_all_single": "dt.collectives.all_to_all",
     "all_gather_single": "dt.collectives.all_gather_into_tensor",
     "all_reduce_coalesced": "dt.all_reduce",
     "all_gather_coalesced": "dt.all_gather",
-    "reduce_scatter_single": "dt.reduce_scatter",
-    "reduce_scatter_tensor": "dt.reduce_scatter",
+    "reduce_scatter_single": "dt.collectives.reduce_scatter",
+    "reduce_scatter_tensor": "dt.collectives.reduce_scatter",
     "broadcast_object_list": "dt.collectives.broadcast_object",
     "scatter_object_list": "dt.collectives.scatter_object",
     "send_object_list": "dt.run",
@@ -35,7 +36,7 @@ _OURS = {
     "P2POp.__new__": "dt.collectives.P2POp",
 }
 #: Those that take a tensor on a mesh and the name of a dim as well.
-_OVER_DIMS = ("dt.all_reduce", "dt.all_gather", "dt.broadcast", "dt.reduce_scatter")
+_OVER_DIMS = ("dt.all_reduce", "dt.all_gather", "dt.broadcast", "dt.collectives.reduce_scatter")
 
 
 def checking(original: Callable[[Any, str], None]) -> Callable[[Any, str], None]:

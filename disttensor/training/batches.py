@@ -45,6 +45,6 @@ def share_of(batch: torch.Tensor, mesh: Mesh, over: tuple[str, ...], what: str) 
         along = ", ".join(f"{dim}={mesh.size(dim)}" for dim in over)
         raise ValueError(
             f"{what} do not divide among {along}, and all ranks have one shape; leave {left} rows out "
-            "(drop_last=True), or put the tensor on the mesh (dt.replicate, dt.meshes.from_shards)"
+            "(drop_last=True), or put the tensor on the mesh (dt.meshes.replicate, dt.meshes.from_shards)"
         )
     return shard(batch, mesh, **dict.fromkeys(over, 0))

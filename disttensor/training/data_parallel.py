@@ -14,6 +14,7 @@ from ..collectives.issue import check_transport
 from ..collectives.over_dims import Over
 from ..errors.argument_checks import needing, one_of
 from ..meshes import Mesh, agree_, from_shards, varying
+from ..meshes.mesh import all_dims_of, along
 from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.spelling import shown
@@ -41,7 +42,7 @@ class DataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         mesh: Mesh,
-        over: Over = "dp",
+        over: Over | None = None,
         *,
         op: Literal["avg", "sum"] = "avg",
         bucket_mb: float = 25.0,
@@ -56,8 +57,9 @@ class DataParallel(torch.nn.Module):
 
         Args:
             module: a module all of whose parameters are on the mesh.
-            mesh: the mesh.
-            over: the name of a dim, or several, along which ranks have shares of a batch.
+            mesh: the mesh, or some of its dims: ``mesh["dp"]``.
+            over: the name of a dim, or several, along which ranks have shares of a batch. Default: those of
+                ``mesh["dp"]``, the only one of a mesh, or "dp".
             op: "avg", the mean of all ranks' gradients, or "sum".
             bucket_mb: megabytes (2**20 bytes) of gradients that a bucket has when it is full.
             overlap: False: what comes after a bucket's collective waits for it on the nodes.
@@ -75,7 +77,9 @@ class DataParallel(torch.nn.Module):
         ``bucket_mb`` or ``accumulate``, or where no parameter requires a gradient; NodeLost.
         """
         super().__init__()
-        _check(module, mesh, dims(over))
+        self.over = dims(along(mesh, over, "dp"))
+        mesh = all_dims_of(mesh)
+        _check(module, mesh, self.over)
         one_of("op", op, ("avg", "sum"))
         if buffers is not None:
             one_of("buffers", buffers, ("first", "avg"))
@@ -83,7 +87,7 @@ class DataParallel(torch.nn.Module):
             raise ValueError(f"DataParallel: accumulate is a positive number of backward passes, not {accumulate!r}")
         if transport is not None:
             check_transport(transport, "DataParallel")
-        self.module, self.mesh, self.over = module, mesh, dims(over)
+        self.module, self.mesh = module, mesh
         self._how = buffers
         self._skipped = without(module, skip, "DataParallel")
         kept = [(name, p) for name, p in module.named_parameters() if name not in self._skipped]
@@ -104,7 +108,7 @@ class DataParallel(torch.nn.Module):
         self._spoilt = False  #: buffers may differ, since a pass that reduces went before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module does, on each rank of its own share, inside of ``dt.varying(over)``.
+        """Returns what the module does, on each rank of its own share, inside of ``dt.meshes.varying(over)``.
 
         Local tensors, and tensors on one node, in lists and dicts too, are cut in dimension 0, in equal parts for the
         ranks along ``over``; ranks that differ along other dims get the same. Tensors on the mesh, and those without a

@@ -15,6 +15,7 @@ from ..errors.argument_checks import flag, needing, spelled
 from ..futures.work import Work
 from ..meshes import Mesh, varying
 from ..meshes.cut import Cut, cut_of, mark, part_of, whole_of
+from ..meshes.mesh import all_dims_of, along
 from ..runtime.process.spelling import shown
 from .batches import shares_of
 from .groups import ParameterGroup, ShardedParameter, group_of_part, were_cut
@@ -30,7 +31,7 @@ def fully_shard(
     module: M,
     mesh: Mesh,
     *,
-    over: str = "dp",
+    over: str | None = None,
     replicas: str | None = None,
     reshard_after_forward: bool = True,
     mp_policy: Any = None,
@@ -57,8 +58,10 @@ def fully_shard(
     Args:
         module: a module at the script, on the mesh, or on the meta device. Of its parameters those that no earlier call
             has cut are this call's group.
-        mesh: the mesh.
-        over: the name of the dim along which parameters are cut, and ranks have shares of a batch.
+        mesh: the mesh, or some of its dims, as torch's: ``mesh["dp"]``, or ``mesh["rep", "dp"]`` for hybrid sharding.
+        over: the name of the dim along which parameters are cut, and ranks have shares of a batch. Default: that of
+            ``mesh["dp"]``, the only one of a mesh, or "dp". Of ``mesh["rep", "dp"]``, and of a mesh of two dims that
+            are not called "dp", it is the second, and the first is ``replicas``, as in torch.
         replicas: the name of another dim along which ranks have shares of a batch, and the same parts: the mean of
             gradients is over both dims, and parameters are gathered along ``over`` only (hybrid sharding).
         reshard_after_forward: free the whole parameters after the forward pass. If not, they stay until the backward
@@ -68,14 +71,16 @@ def fully_shard(
     Make the optimizer after it. The class of the module becomes a subclass of its own and of ``FSDPModule``. Returns at
     once, but for the upload of parameters that are at the script.
 
-    Raises TypeError for a module or mesh that is none, or a policy that is none; ValueError for an unknown dim, a
-    parameter without a dimension, one that is cut already (``dt.nn``), one that is tied to a module outside, a module
-    that is sharded already; NodeLost.
+    Raises TypeError for a module or mesh that is none, or a policy that is none; ValueError for an unknown dim, dims
+    that do not say along which to cut, a parameter without a dimension, one that is cut already (``dt.nn``), one that
+    is tied to a module outside, a module that is sharded already; NodeLost.
     """
-    also = _check(module, mesh, over, replicas, mp_policy)
+    along_dim, copies = _dims(mesh, over, replicas)
+    mesh = all_dims_of(mesh)
+    also = _check(module, mesh, along_dim, copies, mp_policy)
     reshard(module)
     flag("reshard_after_forward", reshard_after_forward)
-    group = ParameterGroup(_cut(module, mesh, over, also), mesh, over, also, mp_policy)
+    group = ParameterGroup(_cut(module, mesh, along_dim, also), mesh, along_dim, also, mp_policy)
     group.after_forward = bool(reshard_after_forward)
     for buffer_of, name, buffer in _buffers(module):
         if place_of(buffer) is None and not buffer.is_meta:
@@ -261,6 +266,28 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
+
+
+def _dims(mesh: Any, over: Any, replicas: Any) -> tuple[Any, Any]:
+    """Returns the dim along which parameters are cut, and that of the replicas: as they are given, and else by the
+    names of the mesh's dims. Raises ValueError where these do not say it."""
+    if not isinstance(mesh, Mesh):
+        return over, replicas
+    if over is None:
+        over = along(mesh, None, "dp")
+        if mesh.ndim == 2 and (over == mesh.names or "dp" not in mesh.names):
+            if replicas is None:
+                replicas, over = mesh.names
+            else:
+                over = next(name for name in mesh.names if name != replicas)
+        elif not isinstance(over, str):
+            raise ValueError(
+                f"fully_shard: {mesh} are {mesh.ndim} dims; over= says along which of them to cut, and replicas= which "
+                "other one has copies. Without, mesh[...] names one dim, or first that of the copies and then the other"
+            )
+    if isinstance(replicas, str):
+        along(mesh, replicas, "dp")
+    return along(mesh, over, "dp"), replicas
 
 
 def _check(module: object, mesh: object, over: object, replicas: object, policy: object) -> tuple[str, ...]:

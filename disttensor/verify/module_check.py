@@ -1,4 +1,4 @@
-"""``dt.check(model, *args)``: what of a module will not run on a node, or waits for one, found without a node.
+"""``dt.verify.check(model, *args)``: what of a module will not run on a node, or waits for one, found without a node.
 
 The module runs once on torch's meta device, as which the script knows tensors on nodes anyway: no memory, no values.
 What would need a value is noted and given a made-up one, so that the run goes on to the module's end.
@@ -66,7 +66,7 @@ class Finding:
 
 @dataclass
 class CheckReport:
-    """The findings of ``dt.check``. Prints as a table."""
+    """The findings of ``dt.verify.check``. Prints as a table."""
 
     findings: list[Finding] = field(default_factory=list)
     parameters: int = 0  #: bytes of the module's parameters and buffers
@@ -100,7 +100,7 @@ def check(model: Callable[..., Any], *args: Any, memory: int | None = None, **kw
         ...     def forward(self, x):
         ...         y = super().forward(x)
         ...         return y / 2 if y.abs().max() > 1 else y
-        >>> [finding.what for finding in dt.check(Clipped(4, 4), torch.ones(2, 4)).findings]
+        >>> [finding.what for finding in dt.verify.check(Clipped(4, 4), torch.ones(2, 4)).findings]
         ["a tensor's value (aten::_local_scalar_dense)"]
 
     Args:

@@ -23,7 +23,7 @@ import disttensor as dt
 
 def client(file, tag):
     """Another program: it has no nodes, and the file is all that it was given."""
-    with dt.connect(file, tag=tag) as job:  # tries again until the server is up
+    with dt.tasks.connect(file, tag=tag) as job:  # tries again until the server is up
         job.send(torch.arange(2.0 * job.id + 2).reshape(-1, 2))
         product = torch.empty(job.id + 1, 2)
         job.recv(into=product)

@@ -19,7 +19,7 @@ import disttensor as dt
 
 
 def load(folder, name, node):
-    assert dt.here().node == node  # a process of its own, which has run nothing of this script but this function
+    assert dt.tasks.here().node == node  # a process of its own, which has run nothing of this script but this function
     return torch.load(Path(folder) / name)
 
 

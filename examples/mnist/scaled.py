@@ -30,7 +30,7 @@ with dt.init_master_worker(nodes=size, threads=1):
     for node in dt.nodes():  # which of its host's devices is a node's: the script never chooses one by hand
         print(f"rank {node['rank']} of {size}: {', '.join(node['devices'])}")
     mesh = dt.mesh(dp=size)
-    with torch.device(mesh.device), dt.varying("dp"):
+    with torch.device(mesh.device), dt.meshes.varying("dp"):
         net = torch.nn.Linear(64, 10)  # each rank draws its own values
     model = dt.DataParallel(net, mesh)  # and takes those of the first
     first = {name: p.at(dp=0).cpu() for name, p in net.state_dict().items()}

@@ -31,7 +31,7 @@ class Connection:
     """One end of a connection between a job and another program.
 
     Messages are plain data, arrays of numpy and tensors (a tensor on a node is fetched), which are copied; they come
-    in order. ``dt.connect`` makes the program's end, an ``Endpoint`` has the job's.
+    in order. ``dt.tasks.connect`` makes the program's end, an ``Endpoint`` has the job's.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Connection:
 def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: float = 60.0) -> Connection:
     """Connects this program to an ``Endpoint`` of a running job. It may be any program, and needs no session.
 
-        >>> job = dt.connect("/home/me/job.connection")
+        >>> job = dt.tasks.connect("/home/me/job.connection")
         >>> job.send({"ready": True})
         >>> weights = job.recv()
 

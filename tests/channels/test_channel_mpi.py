@@ -65,7 +65,7 @@ COLLECTIVES = """
             assert torch.equal(ys[0].cpu(), here[0])
             lists = [[(random(10 * i + j, size, dtype)).to(f"node:{k}") for j in nodes] for i, k in enumerate(nodes)]
             outs = [empty(k, [size])[0] for k in nodes]
-            dt.reduce_scatter(outs, lists, dt.collectives.ReduceOp.SUM, group)
+            dt.collectives.reduce_scatter(outs, lists, dt.collectives.ReduceOp.SUM, group)
             for j, out in enumerate(outs):
                 want = torch.stack([random(10 * i + nodes[j], size, dtype) for i in range(len(nodes))]).sum(0)
                 torch.testing.assert_close(out.cpu(), want.to(dtype))

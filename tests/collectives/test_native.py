@@ -64,7 +64,7 @@ def everything(shape, dtype, **own):
         dt.collectives.reduce(xs, 1, op, **own)
         results += xs
         outs = [torch.empty(shape, dtype=dtype, device=f"node:{k}") for k in range(N)]
-        dt.reduce_scatter(outs, grid(shape, dtype), op, **own)
+        dt.collectives.reduce_scatter(outs, grid(shape, dtype), op, **own)
         results += outs
     xs = on_nodes([random(k, *shape, dtype=dtype) for k in range(N)])
     dt.broadcast(xs, 2, **own)
@@ -171,7 +171,7 @@ def over_dims(m, over, **own):
         into,
         dt.all_reduce(x, "avg", over=over, **named),
         dt.all_gather(x, over=over, **named),
-        dt.reduce_scatter(x, over=over, **named),
+        dt.collectives.reduce_scatter(x, over=over, **named),
         dt.broadcast(x, over=over, src=1),
         dt.collectives.all_to_all(x, over=over),
         dt.collectives.permute_ranks(x, over=over),
@@ -202,7 +202,7 @@ def test_over_dims_of_a_mesh(channel):
 
 def test_over_dims_an_algorithm_is_selected_or_named(three, log):
     m = dt.mesh(dp=N)
-    x = dt.replicate(torch.ones(5), m)
+    x = dt.meshes.replicate(torch.ones(5), m)
     assert dt.all_reduce(x, over="dp").at(dp=0).sum().item() == 5 * N
     assert dt.all_reduce(x, over="dp", algorithm="ring").at(dp=1).sum().item() == 5 * N
     dt.channels.select("all_reduce", algorithm="doubling")

@@ -19,9 +19,8 @@ N = 3
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with connected(N):
-        dt.run(
-            torch.distributed.barrier, nodes=list(range(N))
-        )  # what is made at first use: before leaks are looked for
+        # what is made at first use: before leaks are looked for
+        dt.run(torch.distributed.barrier, node=list(range(N)), distributed=True)
         yield
 
 
@@ -49,7 +48,9 @@ def by_gloo(rank: int, size: int) -> list[torch.Tensor]:
 
 def test_a_ring_both_ways_is_what_gloo_gives():
     there = dt.run(
-        lambda: by_gloo(torch.distributed.get_rank(), torch.distributed.get_world_size()), nodes=list(range(N))
+        lambda: by_gloo(torch.distributed.get_rank(), torch.distributed.get_world_size()),
+        node=list(range(N)),
+        distributed=True,
     )
     xs = [values(k).to(f"node:{k}") for k in range(N)]
     twice = [x * 2 for x in xs]

@@ -119,7 +119,7 @@ def test_every_collective(device, async_op):
     rows = [[random(10 * i + j, j + 1) for j in range(N)] for i in range(N)]
     there = [[x.to(dt.device(i, device)) for x in row] for i, row in enumerate(rows)]
     sums = [torch.empty(j + 1, device=there[j][0].device) for j in range(N)]
-    end(dt.reduce_scatter(sums, there, async_op=async_op))
+    end(dt.collectives.reduce_scatter(sums, there, async_op=async_op))
     for j, total in enumerate(sums):
         torch.testing.assert_close(total.cpu(), sum(row[j] for row in rows))
     turned = [[torch.empty(i + 1, device=there[i][0].device) for _ in range(N)] for i in range(N)]
@@ -225,7 +225,7 @@ READERS = {
     "scatter": (EACH, lambda xs, to: C.scatter(to, [xs[1]] * N, 1), [1] * N),
     "send": ([0], lambda xs, to: C.send(xs[3], to[0]), [3]),
     "all_reduce": (EACH, lambda xs, to: dt.all_reduce(xs, "max", out=to), [3] * N),
-    "reduce_scatter": (EACH, lambda xs, to: dt.reduce_scatter(to, [[x] * N for x in xs], "max"), [3] * N),
+    "reduce_scatter": (EACH, lambda xs, to: dt.collectives.reduce_scatter(to, [[x] * N for x in xs], "max"), [3] * N),
 }  # fmt: skip
 
 
@@ -249,7 +249,9 @@ WRITERS = {
     "all_gather": lambda x: dt.all_gather([[whole(0), x(0)], [whole(1), whole(1)]], [whole(0), whole(1)]),
     "gather": lambda x: C.gather([whole(0), whole(1)], [whole(1), x(1)], 1),
     "scatter": lambda x: C.scatter([whole(0), x(1)], [whole(0), whole(0)], 0),
-    "reduce_scatter": lambda x: dt.reduce_scatter([whole(0), x(1)], [[whole(0), whole(0)], [whole(1), whole(1)]]),
+    "reduce_scatter": lambda x: dt.collectives.reduce_scatter(
+        [whole(0), x(1)], [[whole(0), whole(0)], [whole(1), whole(1)]]
+    ),
     "all_to_all": lambda x: C.all_to_all([[x(0), whole(0)], [whole(1)] * 2], [[whole(0)] * 2, [whole(1)] * 2]),
     "sendreceive": lambda x: C.sendreceive([whole(0), x(1)]),
     "send": lambda x: C.send(whole(0), x(1)),
@@ -314,7 +316,9 @@ IN_BFLOAT16 = {
     "all_reduce": lambda xs, **how: dt.all_reduce(xs, **how) or xs,
     "reduce": lambda xs, **how: dt.collectives.reduce(xs, 2, **how) or xs[2:3],
     "reduce_scatter": lambda xs, **how: (
-        dt.reduce_scatter(outs := [torch.empty_like(x[:1024]) for x in xs], [list(x.split(1024)) for x in xs], **how)
+        dt.collectives.reduce_scatter(
+            outs := [torch.empty_like(x[:1024]) for x in xs], [list(x.split(1024)) for x in xs], **how
+        )
         or outs
     ),
 }
@@ -387,7 +391,7 @@ GROUPED = {
     "all_gather": lambda xs, group: dt.all_gather([[x] * N for x in xs], xs, group),
     "gather": lambda xs, group: dt.collectives.gather(xs, [xs[0]] * N, 0, group),
     "scatter": lambda xs, group: dt.collectives.scatter(xs, [xs[0]] * N, 0, group),
-    "reduce_scatter": lambda xs, group: dt.reduce_scatter(xs, [[x] * N for x in xs], group=group),
+    "reduce_scatter": lambda xs, group: dt.collectives.reduce_scatter(xs, [[x] * N for x in xs], group=group),
     "all_to_all": lambda xs, group: dt.collectives.all_to_all([[x] * N for x in xs], [[x] * N for x in xs], group),
     "sendreceive": lambda xs, group: dt.collectives.sendreceive(xs, group=group),
     "barrier": lambda xs, group: dt.collectives.barrier(group),
@@ -481,7 +485,7 @@ def test_a_group_of_one():
     gathered, scattered, summed, turned = (torch.zeros(3, device="node:2") for _ in range(4))
     dt.collectives.gather([x], [gathered], 2, group)
     dt.collectives.scatter([scattered], [x * 2], 2, group)
-    dt.reduce_scatter([summed], [[x * 3]], group=group)
+    dt.collectives.reduce_scatter([summed], [[x * 3]], group=group)
     dt.collectives.all_to_all([[turned]], [[x * 4]], group)
     outs = [torch.zeros(3, device="node:2")]
     dt.all_reduce([x * 5], out=outs, group=group)

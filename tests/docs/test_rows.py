@@ -137,10 +137,10 @@ T4
 def test_start_and_stop() -> None:
     for n in (1, 3, 2):
         with dt.init_master_worker(nodes=n, launcher="inproc"):
-            assert dt.is_initialized()
+            assert dt.session.is_initialized()
             assert dt.session.node_count() == torch.node.device_count() == len(dt.nodes()) == n
             assert (torch.ones(2, device=f"node:{n - 1}") + 1).tolist() == [2, 2]
-        assert not dt.is_initialized()
+        assert not dt.session.is_initialized()
     dt.shutdown()  # nothing to do
     with pytest.raises(dt.DisttensorError, match="init_master_worker"):
         dt.factories.zeros(1)

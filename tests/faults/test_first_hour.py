@@ -233,7 +233,7 @@ TORCHS: dict[str, tuple[Callable[[], object], str]] = {
     "reduce": (lambda: dist.reduce(x1(), 0), "dt.collectives.reduce"),
     "gather": (lambda: dist.gather(x1(), dst=0), "dt.collectives.gather"),
     "scatter": (lambda: dist.scatter(x1(), src=0), "dt.collectives.scatter"),
-    "reduce_scatter": (lambda: dist.reduce_scatter(x1(), [x1()]), "dt.reduce_scatter"),
+    "reduce_scatter": (lambda: dist.reduce_scatter(x1(), [x1()]), "dt.collectives.reduce_scatter"),
     "all_to_all": (lambda: dist.all_to_all([x1()], [x1()]), "dt.collectives.all_to_all"),
     "send": (lambda: dist.send(x1(), 1), "dt.collectives.send"),
     "recv": (lambda: dist.recv(x1(), 1), "dt.collectives.recv"),

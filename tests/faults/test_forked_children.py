@@ -21,7 +21,7 @@ def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
         works()  # opens what is opened when it is first needed
         dt.run(len, dt.tasks.SharedDict(), node=1)
-        dt.run(fork_nothing, nodes=dt.mesh(dp=2))
+        dt.run(fork_nothing, node=dt.mesh(dp=2), distributed=True)
         yield
 
 
@@ -109,7 +109,7 @@ def test_one_that_ends_by_itself_has_its_own_code() -> None:
 
 
 def test_ranks_of_a_process_group() -> None:
-    children = dt.run(fork, nodes=dt.mesh(dp=2))
+    children = dt.run(fork, node=dt.mesh(dp=2), distributed=True)
     for node, child in enumerate(children):
         assert dt.run(code_of, child, node=node) == ENDED
     works()

@@ -153,7 +153,7 @@ def others():
     except dt.NodeLost as error:
         assert error.rank == 3
     dt.synchronize()
-    work = dt.submit(meets, nodes=[0, 1, 2])  # nobody asks for what it returns
+    work = dt.submit(meets, node=[0, 1, 2], distributed=True)  # nobody asks for what it returns
     try:
         while True:
             torch.ones(2, device="node:1").sum().item()

@@ -124,7 +124,7 @@ STARTS: dict[str, Mistake] = {
 @pytest.mark.parametrize("name", STARTS)
 def test_mistakes_at_the_start(name: str) -> None:
     wrong(name, STARTS)
-    assert not dt.is_initialized()
+    assert not dt.session.is_initialized()
 
 
 def test_a_session_in_words_while_it_runs_and_after_it() -> None:
@@ -166,9 +166,17 @@ NODES: dict[str, Mistake] = {
         r"run\(\) has no argument 'nod', and where takes none .*mean node=\?",
         lambda: dt.run(where, nod=1),
     ),
-    "Nodes=": (TypeError, r"no argument 'Nodes', .*mean nodes=\?", lambda: dt.run(lambda: 1, Nodes=[1])),
-    "nodes=1": (TypeError, r"list of nodes such as \[0, 1\].*node=1$", lambda: dt.run(where, nodes=1)),
-    "nodes=text": (TypeError, "it is node='node:1'$", lambda: dt.run(where, nodes="node:1")),
+    "Nodes=": (TypeError, r"no argument 'Nodes', .*mean node=\?", lambda: dt.run(lambda: 1, Nodes=[1])),
+    "one rank": (
+        TypeError,
+        r"such as node=\[0, 1\], .*; on node=1 alone the",
+        lambda: dt.run(where, node=1, distributed=True),
+    ),
+    "one rank, by text": (
+        TypeError,
+        "on node='node:1' alone the",
+        lambda: dt.run(where, node="node:1", distributed=True),
+    ),
     "no function": (TypeError, r"run takes a function .*\[1\] can't be called", lambda: dt.run(where())),
     "node text": (
         ValueError,

@@ -86,7 +86,7 @@ WAYS: dict[str, tuple[Callable[[Sources], Any], Callable[[Values], Values]]] = {
     "sent": (_sent, lambda v: [v[1]]),
     "received over a function's": (lambda s: s.made.copy_(s.nodes[1]), lambda v: [v[1]]),
     "on a mesh": (lambda s: s.nodes[1].to(everything().device), lambda v: [v[1]] * 3),
-    "replicated": (lambda s: dt.replicate(s.nodes[1], everything()), lambda v: [v[1]] * 3),
+    "replicated": (lambda s: dt.meshes.replicate(s.nodes[1], everything()), lambda v: [v[1]] * 3),
     "sharded": (lambda s: dt.shard(s.nodes[1], everything(), dp=0), lambda v: list(v[1].split(1))),
     "of shards": (lambda s: from_shards(everything(), s.nodes), lambda v: v),
     "on another mesh": (lambda s: s.mesh.to(turned().device), lambda v: v),
@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[Callable[[Sources], Any], Callable[[Values], Values]]] = {
     "all_reduce": (lambda s: dt.all_reduce(s.mesh, over="dp"), lambda v: [sum(v)] * 3),  # type: ignore[list-item]
     "all_reduce_": (lambda s: all_reduce_(s.mesh * 1, over="dp"), lambda v: [sum(v)] * 3),  # type: ignore[list-item]
     "all_gather": (lambda s: dt.all_gather(s.mesh, over="dp"), lambda v: [torch.cat(v)] * 3),
-    "reduce_scatter": (lambda s: dt.reduce_scatter(s.mesh, over="dp"), lambda v: list(sum(v).split(1))),  # type: ignore[attr-defined]
+    "reduce_scatter": (lambda s: dt.collectives.reduce_scatter(s.mesh, over="dp"), lambda v: list(sum(v).split(1))),  # type: ignore[attr-defined]
     "broadcast": (lambda s: dt.broadcast(s.mesh, over="dp", src=1), lambda v: [v[1]] * 3),
     "permute_ranks": (lambda s: permute_ranks(s.mesh, over="dp", by=1), lambda v: [v[2], v[0], v[1]]),
     "all_reduce of a list": (lambda s: _all_reduced(s.nodes), lambda v: [sum(v)]),  # type: ignore[list-item]

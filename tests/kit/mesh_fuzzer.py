@@ -589,7 +589,7 @@ class Chance:
         along = tuple(self.random.sample(dims, self.random.randint(0, len(dims)))) if where.dims else ()
         line = f"{out[0]} = {code}" if out else code
         if along:
-            line = f"with dt.varying({', '.join(map(repr, along))}): {line}"
+            line = f"with dt.meshes.varying({', '.join(map(repr, along))}): {line}"
         return [Statement("random", line, (expression, names, where, along), out)]
 
     def make_seed(self) -> list[Statement]:

@@ -54,11 +54,11 @@ def test_one_at_a_time(session: None) -> None:
 
 class Sized:
     def size(self) -> int:
-        return dt.here().world_size
+        return dt.tasks.here().world_size
 
     def size_in_a_thread(self) -> int:
         sizes: list[int] = []
-        thread = threading.Thread(target=lambda: sizes.append(dt.here().world_size))
+        thread = threading.Thread(target=lambda: sizes.append(dt.tasks.here().world_size))
         thread.start()
         thread.join()
         return sizes[0]
@@ -66,29 +66,34 @@ class Sized:
 
 def test_a_function_knows_how_many_nodes_there_are() -> None:
     """When the script issued it: what joins meanwhile is not seen, and what is lost is left out of the next one's."""
-    assert dt.here().world_size == 0
+    assert dt.tasks.here().world_size == 0
 
     def size() -> int:
-        return dt.here().world_size
+        return dt.tasks.here().world_size
 
     with (
         dt.init_master_worker(launcher="nearby", hosts="a:3", nodes=(1, 3), threads=1),
         dt.tasks.Channel() as gate,
     ):
-        assert dt.here().world_size == dt.run(size, node=0) == 1
-        early = dt.submit(lambda: (gate.get(), dt.here().world_size), node=0, beside=True)
+        assert dt.tasks.here().world_size == dt.run(size, node=0) == 1
+        early = dt.submit(lambda: (gate.get(), dt.tasks.here().world_size), node=0, beside=True)
         assert dt.wait_for_nodes() == 3
         gate.put("go on")
         assert early.result() == ("go on", 1)
         mesh, actor = dt.mesh(dp=3), dt.actor(Sized, node=1)
-        assert dt.here().world_size == 3
-        assert dt.run(size, node=[0, 1, 2]) == dt.run(size, node=mesh) == dt.run(size, nodes=[0, 1, 2]) == [3, 3, 3]
+        assert dt.tasks.here().world_size == 3
+        assert (
+            dt.run(size, node=[0, 1, 2])
+            == dt.run(size, node=mesh)
+            == dt.run(size, node=[0, 1, 2], distributed=True)
+            == [3, 3, 3]
+        )
         assert list(dt.map(lambda _: size(), range(4))) == [3] * 4
         assert actor.size().result() == actor.size_in_a_thread().result() == 3
         dt.kill(2)
         with pytest.raises(dt.NodeLost):
             dt.synchronize(2)
-        assert dt.here().world_size == dt.run(size, node=0) == actor.size().result() == 2
+        assert dt.tasks.here().world_size == dt.run(size, node=0) == actor.size().result() == 2
         assert dt.session.node_count() == 3  # their numbers stay
 
 

@@ -1,4 +1,4 @@
-"""``dt.run(fn, nodes=...)``: nodes that die, and sessions of other kinds."""
+"""``dt.run(fn, node=..., distributed=True)``: nodes that die, and sessions of other kinds."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def killed(who: int, size: int) -> None:
 def test_a_killed_node_ends_the_others_waiting(size: int) -> None:
     with dt.init_master_worker(nodes=3, threads=1):
         with pytest.raises(dt.NodeLost, match="SIGKILL") as caught:
-            dt.run(killed, 1, size, nodes=[0, 1, 2])
+            dt.run(killed, 1, size, node=[0, 1, 2], distributed=True)
         assert caught.value.rank == 1
         assert "and 2 other nodes broke off, as ranks wait for each other" in caught.value.__notes__
-        assert [one.item() for one in dt.run(reduced, torch.ones(1), nodes=[0, 2])] == [2.0] * 2
+        assert [one.item() for one in dt.run(reduced, torch.ones(1), node=[0, 2], distributed=True)] == [2.0] * 2
         with pytest.raises(dt.NodeLost):
-            dt.run(reduced, torch.ones(1), nodes=[0, 1, 2])
+            dt.run(reduced, torch.ones(1), node=[0, 1, 2], distributed=True)
 
 
 def test_threads_have_no_process_groups() -> None:
     with dt.init_master_worker(nodes=2, launcher="inproc"):
         with pytest.raises(dt.DisttensorError, match="one process group per process"):
-            dt.run(reduced, torch.ones(1), nodes=[0, 1])
+            dt.run(reduced, torch.ones(1), node=[0, 1], distributed=True)
         assert dt.run(lambda: 1, node=[0, 1]) == [1, 1]
 
 
 def test_nodes_that_run_no_functions() -> None:
     refused = pytest.raises(dt.DisttensorError, match="runs no user functions")
     with dt.init_master_worker(nodes=2, functions="none"), refused:
-        dt.run(reduced, torch.ones(1), nodes=[0, 1])
+        dt.run(reduced, torch.ones(1), node=[0, 1], distributed=True)
 
 
 @pytest.mark.parametrize("blocking", variants(["0", "1"]))
@@ -68,7 +68,7 @@ def test_sessions_after_each_other(script: Callable[..., Any], blocking: str) ->
         "import torch.distributed as dist, disttensor as dt\n"
         "for backend in ('auto', 'gloo'):\n"
         "    with dt.init_master_worker(backend, nodes=2):\n"
-        "        print(dt.run(lambda: dist.get_rank(), nodes=[0, 1]))\n",
+        "        print(dt.run(lambda: dist.get_rank(), node=[0, 1], distributed=True))\n",
         DISTTENSOR_LAUNCH_BLOCKING=blocking,
     )
     assert (found.stdout, found.stderr, found.returncode) == ("[0, 1]\n" * 2, "", 0)
@@ -83,4 +83,4 @@ def test_nccl() -> None:
         return dist.get_backend(), x.sum().item()
 
     with dt.init_master_worker(nodes=2):
-        assert dt.run(total, nodes=[0, 1]) == [("nccl", 8.0)] * 2
+        assert dt.run(total, node=[0, 1], distributed=True) == [("nccl", 8.0)] * 2

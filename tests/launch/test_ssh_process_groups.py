@@ -26,13 +26,13 @@ def total(fail=-1):
     dist.all_reduce(x)
     return socket.gethostname(), x.item()
 dt.init_master_worker()
-print(dt.run(total, nodes=[0, 1, 2]))
+print(dt.run(total, node=[0, 1, 2], distributed=True))
 for rank in range(3):
     try:
-        dt.run(total, rank, nodes=[0, 1, 2])
+        dt.run(total, rank, node=[0, 1, 2], distributed=True)
     except ValueError as e:
         print(e.__notes__[-1])
-print(dt.run(total, nodes=[2, 0]))
+print(dt.run(total, node=[2, 0], distributed=True))
 dt.shutdown()
 """
 

@@ -29,7 +29,7 @@ def test_it_is_the_inverse_of_shard(mesh: dt.meshes.Mesh, dims: dict[str, int]) 
     assert found.device == mesh.device
     for part in found.shards():  # each rank has it
         assert torch.equal(part.detach().cpu(), whole)
-    (found * dt.replicate(weight, mesh)).sum().backward()
+    (found * dt.meshes.replicate(weight, mesh)).sum().backward()
     assert torch.allclose(whole.grad, weight * 6)  # the objective is the sum of all ranks'
     assert abs(dt.meshes.mean(x) - whole.mean().item()) < 1e-6
 

@@ -24,10 +24,10 @@ from mesh_kit import connected
 from torch import nn
 
 import disttensor as dt
-from disttensor import mesh, replicate, shard
+from disttensor import mesh, shard
 from disttensor.collectives import all_reduce_, permute_ranks
 from disttensor.errors import RanksDiffer
-from disttensor.meshes import Mesh, from_shards
+from disttensor.meshes import Mesh, from_shards, replicate
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -334,7 +334,7 @@ def test_the_gradient_of_a_copy_is_the_sum_of_all_ranks(source: str) -> None:
     assert g.tolist() == [12.0, 48.0]
     (h,) = torch.autograd.grad(g.sum(), t)
     assert h.tolist() == [24.0, 48.0]
-    with pytest.raises(NotImplementedError, match=r"write disttensor\.replicate\(x, mesh\)"):
+    with pytest.raises(NotImplementedError, match=r"write disttensor\.meshes\.replicate\(x, mesh\)"):
         torch.autograd.grad((t.to(m.device) ** 3).sum(), t, create_graph=True)
     t.grad = None
     (t.to(m.device, torch.float64) * 2).sum().backward()  # and of one that changes the dtype
@@ -378,7 +378,7 @@ def test_collectives_over_dims(name: str, over: str) -> None:
     calls: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda v: dt.all_reduce(v, "avg", over=over),
         "all_gather": lambda v: dt.all_gather(v, over=over, dim=1),
-        "reduce_scatter": lambda v: dt.reduce_scatter(v, over=over, dim=1),
+        "reduce_scatter": lambda v: dt.collectives.reduce_scatter(v, over=over, dim=1),
         "all_to_all": lambda v: dt.collectives.all_to_all(v, over=over, split=1, cat=0),
         "permute_ranks": lambda v: permute_ranks(v, over, by=1),
         "broadcast": lambda v: dt.broadcast(v, over=over, src=1),
@@ -408,7 +408,7 @@ def test_asynchronous_collectives_give_a_work(name: str) -> None:
         "all_reduce": dt.all_reduce,
         "all_reduce_": all_reduce_,
         "all_gather": partial(dt.all_gather, dim=1),
-        "reduce_scatter": partial(dt.reduce_scatter, dim=1),
+        "reduce_scatter": partial(dt.collectives.reduce_scatter, dim=1),
         "all_to_all": partial(dt.collectives.all_to_all, split=1),
         "permute_ranks": permute_ranks,
         "broadcast": partial(dt.broadcast, src=1),
@@ -500,7 +500,7 @@ def test_a_collective_waits_for_what_was_to_write_a_view_of_its_tensor() -> None
 WAYS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda x: dt.all_reduce(x, "avg", over="dp"),
     "all_gather": lambda x: dt.all_gather(x, over="tp", dim=1),
-    "reduce_scatter": lambda x: dt.reduce_scatter(x, "avg", over="tp", dim=1),
+    "reduce_scatter": lambda x: dt.collectives.reduce_scatter(x, "avg", over="tp", dim=1),
     "all_to_all": lambda x: dt.collectives.all_to_all(x, over="dp", split=1, cat=0),
     "permute_ranks": lambda x: permute_ranks(x, over="dp", by=1),
     "broadcast": lambda x: dt.broadcast(x, over="tp", src=1),
@@ -639,7 +639,7 @@ def test_a_program_that_alternates_is_sent_and_held_at_the_window() -> None:
 def test_parts_of_empty_tensors() -> None:
     m = mesh(dp=NODES)
     x = torch.zeros(0, 8, device=m.device)
-    assert dt.reduce_scatter(x, over="dp", dim=1).shape == (0, 2)
+    assert dt.collectives.reduce_scatter(x, over="dp", dim=1).shape == (0, 2)
     assert dt.collectives.all_to_all(x, over="dp", split=1, cat=0).shape == (0, 2)
     assert dt.all_gather(x, over="dp", dim=1).shape == (0, 32)
 
@@ -848,7 +848,7 @@ def test_what_varies_begins_anew_with_each_seed() -> None:
     m = grid()
 
     def varying() -> list[bytes]:
-        with dt.varying("dp", "tp"):
+        with dt.meshes.varying("dp", "tp"):
             return [bits(shard.cpu()) for shard in torch.rand(3, device=m.device).shards()]
 
     torch.manual_seed(3)
@@ -866,7 +866,8 @@ def test_what_varies_begins_anew_with_each_seed() -> None:
         after()
         assert varying() == first
     torch.manual_seed(3)
-    with pytest.raises(NotImplementedError, match="on a stream"), dt.stream(dt.Stream(0)), dt.varying("dp", "tp"):
+    varied = dt.meshes.varying("dp", "tp")
+    with pytest.raises(NotImplementedError, match="on a stream"), dt.stream(dt.Stream(0)), varied:
         torch.rand(1, device=m.device)
     assert varying() == first
 
@@ -882,7 +883,7 @@ def test_a_recorded_seed_seeds_nothing() -> None:
     torch.manual_seed(11)
     with dt.graph(dt.Graph()):
         torch.manual_seed(5)
-        with dt.varying("dp"):
+        with dt.meshes.varying("dp"):
             torch.rand(1, device=m.device)
     assert [bits(shard.cpu()) for shard in torch.rand(3, device=m.device).shards()] == wanted  # type: ignore[attr-defined]
 
@@ -903,7 +904,7 @@ def test_numbers_that_vary_along_a_dim() -> None:
     m = grid()
 
     def draw(*along: str) -> list[torch.Tensor]:
-        with dt.varying(*along):
+        with dt.meshes.varying(*along):
             return [s.cpu() for s in torch.rand(5, device=m.device).shards()]  # type: ignore[attr-defined]
 
     torch.manual_seed(20)
@@ -928,7 +929,7 @@ def test_numbers_that_vary_along_a_dim() -> None:
     x = torch.ones(4, 6, device=m.device, requires_grad=True)
     from torch.utils.checkpoint import checkpoint
 
-    with dt.varying("dp", "tp"):
+    with dt.meshes.varying("dp", "tp"):
         y = checkpoint(lambda v: F.dropout(v, 0.5), x, use_reentrant=False)
     y.sum().backward()  # computes the block again, out of the block
     assert x.grad is not None
@@ -1042,7 +1043,7 @@ def test_shapes_that_depend_on_the_data() -> None:
     assert equal.tolist() == [[0], [2]]
     gc.collect()
     before = [dt.testing.usage(node).tensors for node in range(NODES)]
-    with pytest.raises(RanksDiffer, match=r"aten::nonzero: .* at dp=0, tp=0.*dt\.run\(function, nodes=mesh\)"):
+    with pytest.raises(RanksDiffer, match=r"aten::nonzero: .* at dp=0, tp=0.*dt\.run\(function, node=mesh, dist"):
         from_shards(m, [torch.tensor([1.0, i % 2]) for i in range(4)]).nonzero()  # type: ignore[attr-defined]
     gc.collect()
     assert [dt.testing.usage(node).tensors for node in range(NODES)] == before  # what each has made is gone

@@ -1,4 +1,4 @@
-"""``dt.run(fn, nodes=mesh)``: functions as ranks of a mesh, with torch's DeviceMesh of it, and how they fail."""
+"""``dt.run(fn, node=mesh, distributed=True)``: ranks of a mesh, with torch's DeviceMesh of it, and how they fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ NODES = 4
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with connected(NODES):
-        dt.run(place, nodes=grid())  # what is made at first use: have it before the tests look for leaks
+        # what is made at first use: have it before the tests look for leaks
+        dt.run(place, node=grid(), distributed=True)
         yield
 
 
@@ -66,20 +67,20 @@ def pids(m: Mesh) -> list[int]:
 def test_ranks_are_in_the_meshs_order(make: Callable[[], Mesh]) -> None:
     m = make()
     at = [dict(zip(m.names, at, strict=True)) for at in itertools.product(*map(range, m.shape))]
-    assert dt.run(place, nodes=m) == list(zip(pids(m), range(NODES), at, strict=True))
+    assert dt.run(place, node=m, distributed=True) == list(zip(pids(m), range(NODES), at, strict=True))
     assert dt.run(os.getpid, node=m) == pids(m)
 
 
 def test_a_mesh_of_some_nodes() -> None:
     part = grid().slice(tp=1)
-    assert dt.run(place, nodes=part) == [(pids(part)[i], i, {"dp": i}) for i in range(2)]
+    assert dt.run(place, node=part, distributed=True) == [(pids(part)[i], i, {"dp": i}) for i in range(2)]
     one = mesh(only=1, nodes=[2])
-    assert dt.run(place, nodes=one) == [(pids(one)[0], 0, {"only": 0})]
+    assert dt.run(place, node=one, distributed=True) == [(pids(one)[0], 0, {"only": 0})]
 
 
 def test_node_runs_without_a_process_group() -> None:
-    dt.run(dist.get_rank, nodes=[1, 0])
-    dt.run(dist.get_rank, nodes=[3, 2])
+    dt.run(dist.get_rank, node=[1, 0], distributed=True)
+    dt.run(dist.get_rank, node=[3, 2], distributed=True)
     assert dt.run(dist.get_world_size, node=grid()) == [2] * NODES  # those of the calls before
     with pytest.raises(dt.DisttensorError, match="device_mesh"):
         dt.run(place, node=grid())
@@ -89,14 +90,16 @@ def test_each_node_gets_its_own_part() -> None:
     m = mixed()
     values = list(torch.randn(NODES, 3))
     x = from_shards(m, values)
-    for where in ({"nodes": m}, {"node": m}):
+    for where in ({"node": m, "distributed": True}, {"node": m}):
         assert dt.run(lambda t: t.tolist(), x, **where) == [value.tolist() for value in values]
         assert dt.run(lambda d: d["x"][0].tolist(), {"x": [x]}, **where) == [value.tolist() for value in values]
     view, part = m.flatten("all"), m.slice(dp=1)
-    assert dt.run(lambda t: t.tolist(), x, nodes=view) == [value.tolist() for value in values]
-    assert dt.run(lambda t: t.tolist(), x, nodes=part) == [values[i].tolist() for i in (1, 3)]
-    assert dt.run(lambda t: t.tolist(), x, nodes=list(reversed(m.nodes))) == [v.tolist() for v in reversed(values)]
-    dt.run(plus_one, x, nodes=m)  # the same memory
+    assert dt.run(lambda t: t.tolist(), x, node=view, distributed=True) == [value.tolist() for value in values]
+    assert dt.run(lambda t: t.tolist(), x, node=part, distributed=True) == [values[i].tolist() for i in (1, 3)]
+    assert dt.run(lambda t: t.tolist(), x, node=list(reversed(m.nodes)), distributed=True) == [
+        v.tolist() for v in reversed(values)
+    ]
+    dt.run(plus_one, x, node=m, distributed=True)  # the same memory
     for got, value in zip(x.shards(), values, strict=True):  # type: ignore[attr-defined]
         same(got, value + 1, strides=False)
 
@@ -105,13 +108,13 @@ def test_nodes_that_have_no_part_get_none() -> None:
     m = grid()
     x = torch.arange(3.0).to(m.slice(dp=1).device)
     with pytest.raises(RuntimeError, match=r"on the mesh \(tp=2\) .* to node 0 cpu: .* x.at\(tp=0\)\.to\('node:0'\)"):
-        dt.run(lambda t: t.sum().item(), x, nodes=m)
-    assert dt.run(lambda t: t.sum().item(), x.at(tp=0), nodes=m) == [3.0] * NODES  # type: ignore[attr-defined]
+        dt.run(lambda t: t.sum().item(), x, node=m, distributed=True)
+    assert dt.run(lambda t: t.sum().item(), x.at(tp=0), node=m, distributed=True) == [3.0] * NODES  # type: ignore[attr-defined]
 
 
 def test_each_is_a_value_per_node_in_the_meshs_order() -> None:
     m = mixed()
-    for where in ({"nodes": m}, {"node": m}):
+    for where in ({"node": m, "distributed": True}, {"node": m}):
         assert dt.run(lambda k, by: k * by, Each([2, 3, 4, 5]), by=Each("abcd"), **where) == [
             "aa",
             "bbb",
@@ -121,13 +124,13 @@ def test_each_is_a_value_per_node_in_the_meshs_order() -> None:
     with pytest.raises(
         ValueError, match=r"Each has 3 values for the 4 nodes of Mesh\(pp=2, dp=2, nodes=\[3, 1, 0, 2\]"
     ):
-        dt.run(lambda k: k, Each([1, 2, 3]), nodes=m)
+        dt.run(lambda k: k, Each([1, 2, 3]), node=m, distributed=True)
 
 
 def test_results_are_the_shards_of_a_tensor() -> None:
     m = mixed()
     values = torch.randn(NODES, 2, 3)
-    found = dt.run(lambda t: t.sum(1), from_shards(m, list(values)), nodes=m)
+    found = dt.run(lambda t: t.sum(1), from_shards(m, list(values)), node=m, distributed=True)
     assert [one.get_node() for one in found] == list(m.nodes)
     whole = from_shards(m, found)
     assert whole.device == m.device
@@ -143,7 +146,7 @@ def test_what_was_issued_before_has_been_done() -> None:
     for _ in range(3):
         x.add_(1)
         x.at(dp=1, tp=0).mul_(2)  # type: ignore[attr-defined]
-        dt.run(plus_one, x, nodes=m)
+        dt.run(plus_one, x, node=m, distributed=True)
     assert [one[0].item() for one in x.shards()] == [6, 6, 21, 6]  # type: ignore[attr-defined]
 
 
@@ -166,7 +169,7 @@ def test_a_sum_over_a_dim_is_the_local_one(make: Callable[[], Mesh], dim: str) -
 
     m = make()
     values = torch.randn(NODES, 5)
-    found = dt.run(total, from_shards(m, list(values)), nodes=m)
+    found = dt.run(total, from_shards(m, list(values)), node=m, distributed=True)
     over = values.reshape(*m.shape, 5)
     wanted = over.sum(m.names.index(dim), keepdim=True).expand_as(over).reshape(NODES, 5)
     for got, value in zip(found, wanted, strict=True):
@@ -184,7 +187,7 @@ def test_it_is_what_torch_would_make() -> None:
         ]  # fmt: skip
 
     for m in (grid(), mesh(a=2, one=1, b=2), mesh(all=4)):
-        for ours, theirs in dt.run(compare, nodes=m):
+        for ours, theirs in dt.run(compare, node=m, distributed=True):
             assert ours == theirs
 
 
@@ -193,14 +196,14 @@ def test_it_stays_for_the_next_call() -> None:
         return id(device_mesh()), id(device_mesh().get_group(dim))
 
     m = grid()
-    first = dt.run(made, "dp", nodes=m)
-    assert dt.run(made, "dp", nodes=grid()) == first
-    renamed = dt.run(made, "replica", nodes=m.rename(dp="replica"))
+    first = dt.run(made, "dp", node=m, distributed=True)
+    assert dt.run(made, "dp", node=grid(), distributed=True) == first
+    renamed = dt.run(made, "replica", node=m.rename(dp="replica"), distributed=True)
     assert [group for _, group in renamed] == [group for _, group in first]  # no connections of its own
-    assert dt.run(lambda: dist.get_world_size(), nodes=range(NODES)) == [NODES] * NODES
-    assert dt.run(made, "dp", nodes=m) == first
-    dt.run(lambda: None, nodes=[1, 2])  # another process group
-    assert dt.run(place, nodes=m) == dt.run(place, nodes=m)
+    assert dt.run(lambda: dist.get_world_size(), node=range(NODES), distributed=True) == [NODES] * NODES
+    assert dt.run(made, "dp", node=m, distributed=True) == first
+    dt.run(lambda: None, node=[1, 2], distributed=True)  # another process group
+    assert dt.run(place, node=m, distributed=True) == dt.run(place, node=m, distributed=True)
 
 
 def test_ranks_that_do_not_use_it_keep_nobody_waiting() -> None:
@@ -210,8 +213,8 @@ def test_ranks_that_do_not_use_it_keep_nobody_waiting() -> None:
         return x.item()
 
     m = grid().rename(dp="there", tp="here")
-    dt.run(lambda: None, nodes=[0, 1])  # a process group without groups of dims
-    assert dt.run(some, torch.ones(1), nodes=m) == [2, 2, 1, 1]
+    dt.run(lambda: None, node=[0, 1], distributed=True)  # a process group without groups of dims
+    assert dt.run(some, torch.ones(1), node=m, distributed=True) == [2, 2, 1, 1]
 
 
 def test_groups_that_a_function_makes_on_some_ranks() -> None:
@@ -221,10 +224,10 @@ def test_groups_that_a_function_makes_on_some_ranks() -> None:
         for _ in range(dist.get_rank()):
             dist.new_group([dist.get_rank()])
 
-    dt.run(lambda: None, nodes=[0])  # ends a process group that has groups of dims
-    dt.run(uneven, nodes=range(NODES))
-    assert dt.run(place, nodes=grid())[2][2] == {"dp": 1, "tp": 0}
-    assert dt.run(uneven, nodes=grid()) == [None] * NODES
+    dt.run(lambda: None, node=[0], distributed=True)  # ends a process group that has groups of dims
+    dt.run(uneven, node=range(NODES), distributed=True)
+    assert dt.run(place, node=grid(), distributed=True)[2][2] == {"dp": 1, "tp": 0}
+    assert dt.run(uneven, node=grid(), distributed=True) == [None] * NODES
 
 
 @pytest.mark.parametrize("who", [-1, 0, 3])
@@ -239,8 +242,8 @@ def test_a_function_may_destroy_a_group_of_a_dim(who: int) -> None:
         return x.item()
 
     for _ in range(2):
-        dt.run(leave, nodes=grid())
-        assert dt.run(total, torch.ones(1), nodes=grid()) == [2] * NODES
+        dt.run(leave, node=grid(), distributed=True)
+        assert dt.run(total, torch.ones(1), node=grid(), distributed=True) == [2] * NODES
 
 
 def network() -> nn.Module:
@@ -305,7 +308,7 @@ def by_tensor_parallel(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
 def test_training_on_the_dims_is_local_training(train: Callable[..., Any]) -> None:
     m = grid()
     x, y = torch.randn(12, 5), torch.randn(12, 2)
-    found = dt.run(train, shard(x, m, dp=0), shard(y, m, dp=0), nodes=m)
+    found = dt.run(train, shard(x, m, dp=0), shard(y, m, dp=0), node=m, distributed=True)
     model = network()
     steps(model, x, y)
     for rank in found:
@@ -327,7 +330,7 @@ def test_batch_norm_on_a_mesh_is_that_of_ddp() -> None:
 
     m = mesh(dp=4)
     x, y = shard(torch.randn(24, 5), m, dp=0), shard(torch.randn(24, 2), m, dp=0)
-    theirs = dt.run(by_torch, x, y, nodes=m)[0]
+    theirs = dt.run(by_torch, x, y, node=m, distributed=True)[0]
     model = normed().to(m.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
@@ -349,7 +352,7 @@ def test_dtensors() -> None:
         return left.to_local(), (left @ right).full_tensor()
 
     m, a, b = grid(), torch.randn(4, 6), torch.randn(6, 3)
-    found = dt.run(product, a, b, nodes=m)
+    found = dt.run(product, a, b, node=m, distributed=True)
     for (got, whole), part in zip(found, shard(a, m, dp=0, tp=1).shards(), strict=True):  # type: ignore[attr-defined]
         same(got, part.cpu(), strides=False)
         torch.testing.assert_close(whole.cpu(), a @ b)
@@ -362,9 +365,9 @@ def test_it_is_for_functions_on_a_mesh() -> None:
     def ask() -> Any:
         return device_mesh() and None
 
-    remedy = r"mesh = dt.mesh\(dp=2, tp=2\); dt.run\(function, nodes=mesh\)"
-    for outside in (device_mesh, lambda: dt.run(ask, node=0), lambda: dt.run(ask, nodes=range(NODES))):
-        dt.run(ask, nodes=grid())
+    remedy = r"mesh = dt.mesh\(dp=2, tp=2\); dt.run\(function, node=mesh, distributed=True\)"
+    for outside in (device_mesh, lambda: dt.run(ask, node=0), lambda: dt.run(ask, node=range(NODES), distributed=True)):
+        dt.run(ask, node=grid(), distributed=True)
         with pytest.raises(dt.DisttensorError, match=remedy):
             outside()
 
@@ -373,8 +376,13 @@ def test_it_is_for_functions_on_a_mesh() -> None:
     ("where", "message"),
     [
         (lambda: {"node": grid().device}, r"that is the mesh \(dp=2, tp=2\) of nodes .*; node=mesh runs"),
-        (lambda: {"nodes": grid().device}, r"run\(nodes=\) takes a mesh, or a list of nodes"),
-        (lambda: {"nodes": 3}, r"run\(nodes=\) takes a mesh, or a list of nodes"),
+        (
+            lambda: {"node": grid().device, "distributed": True},
+            r"run\(distributed=True\) takes node=mesh, or a list of",
+        ),
+        (lambda: {"node": 3, "distributed": True}, r"takes node=mesh, or a list of .*; on node=3 alone"),
+        (lambda: {"distributed": True}, r"takes node=mesh, or a list of .*; on the current node alone"),
+        (lambda: {"node": grid(), "distributed": "gloo"}, r"distributed is True or False, not 'gloo'"),
         (lambda: {"node": grid(), "nodes": grid()}, r"node= or nodes="),
     ],
 )
@@ -386,7 +394,7 @@ def test_mistakes(where: Callable[[], Any], message: str) -> None:
 def test_a_mesh_that_is_closed() -> None:
     m = mesh(closing=2, nodes=[2, 1])
     m.close()
-    for where in ({"nodes": m}, {"node": m}):
+    for where in ({"node": m, "distributed": True}, {"node": m}):
         with pytest.raises(dt.DisttensorError) as raised:
             dt.run(os.getpid, **where)
         assert str(raised.value) == (
@@ -411,12 +419,12 @@ def mistaken(who: int, over: str, size: int) -> None:
 def test_a_mistake_is_named_by_its_coordinates_and_ends_the_others_waiting(who: int, over: str, size: int) -> None:
     m = mixed()
     with pytest.raises(ValueError, match=f"a mistake of rank {who}") as raised:
-        dt.run(mistaken, who, over, size, nodes=m)
+        dt.run(mistaken, who, over, size, node=m, distributed=True)
     at = f"pp={who // 2}, dp={who % 2}"
     assert f"  node {m.nodes[who]} is {at} of {m}" in raised.value.__notes__
     assert f"failed: mistaken() on node {m.nodes[who]}" in said(raised.value)
     assert "and 3 other nodes broke off, as ranks wait for each other" in raised.value.__notes__
-    assert dt.run(place, nodes=m)[who][2] == {"pp": who // 2, "dp": who % 2}
+    assert dt.run(place, node=m, distributed=True)[who][2] == {"pp": who // 2, "dp": who % 2}
 
 
 def test_coordinates_are_in_the_dims_that_were_given() -> None:
@@ -444,16 +452,16 @@ def test_a_rank_that_cannot_make_its_groups(known: bool) -> None:
         dist.new_group = dist.kept  # type: ignore[attr-defined]
 
     m = mesh(two=2, one=1, nodes=[2, 1])
-    dt.run(lambda: None, nodes=[1])  # ends a process group that has groups of dims
-    dt.run(lambda: None, nodes=m.nodes if known else [1])
+    dt.run(lambda: None, node=[1], distributed=True)  # ends a process group that has groups of dims
+    dt.run(lambda: None, node=m.nodes if known else [1], distributed=True)
     dt.run(broken, node=1)
     try:
         with pytest.raises(ValueError, match="no groups today") as raised:
-            dt.run(place, nodes=m)
+            dt.run(place, node=m, distributed=True)
     finally:
         dt.run(mended, node=1)
     assert f"  node 1 is two=1, one=0 of {m}" in raised.value.__notes__
-    assert dt.run(place, nodes=m)[1][2] == {"two": 1, "one": 0}
+    assert dt.run(place, node=m, distributed=True)[1][2] == {"two": 1, "one": 0}
 
 
 def test_an_argument_that_has_failed_on_one_rank() -> None:
@@ -466,12 +474,12 @@ def test_an_argument_that_has_failed_on_one_rank() -> None:
         return x.sum().item()
 
     for before in ([1, 2], m.nodes):  # the process group is new, or the groups of the dims
-        dt.run(lambda: None, nodes=[3])
-        dt.run(lambda: None, nodes=before)
+        dt.run(lambda: None, node=[3], distributed=True)
+        dt.run(lambda: None, node=before, distributed=True)
         with pytest.raises(IndexError) as raised:
-            dt.run(total, picked, nodes=m)
+            dt.run(total, picked, node=m, distributed=True)
         assert f"  node 1 is dp=0, tp=1 of {m}" in raised.value.__notes__
-    assert dt.run(total, rows, nodes=m) == [132] * NODES
+    assert dt.run(total, rows, node=m, distributed=True) == [132] * NODES
     del rows, picked
 
 
@@ -493,17 +501,17 @@ def test_nobody_makes_groups_with_a_rank_that_does_not_come() -> None:
         return len(dist.asked)  # type: ignore[attr-defined]
 
     m = grid()
-    dt.run(lambda: None, nodes=[3])  # ends a process group that has groups of dims
-    dt.run(lambda: None, nodes=m.nodes)
+    dt.run(lambda: None, node=[3], distributed=True)  # ends a process group that has groups of dims
+    dt.run(lambda: None, node=m.nodes, distributed=True)
     dt.run(watched, node=m)
     dt.run(absent, node=1)
     try:
         with pytest.raises(ValueError, match="not here"):
-            dt.run(place, nodes=m)
+            dt.run(place, node=m, distributed=True)
     finally:
         found = dt.run(asked, node=m)
     assert found == [0] * NODES
-    assert dt.run(place, nodes=m)[1][2] == {"dp": 0, "tp": 1}
+    assert dt.run(place, node=m, distributed=True)[1][2] == {"dp": 0, "tp": 1}
 
 
 def test_ctrl_c() -> None:
@@ -515,5 +523,5 @@ def test_ctrl_c() -> None:
 
     m = grid()
     with Began(lambda: os.kill(os.getpid(), signal.SIGINT), times=NODES) as port, pytest.raises(KeyboardInterrupt):
-        dt.run(loop, port, nodes=m)
-    assert [one[0] for one in dt.run(place, nodes=m)] == pids(m)
+        dt.run(loop, port, node=m, distributed=True)
+    assert [one[0] for one in dt.run(place, node=m, distributed=True)] == pids(m)

@@ -1,4 +1,4 @@
-"""``dt.run(fn, nodes=mesh)``: nodes that die, and sessions of other kinds."""
+"""``dt.run(fn, node=mesh, distributed=True)``: nodes that die, and sessions of other kinds."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_a_killed_node_ends_the_others_waiting(over: str) -> None:
     with dt.init_master_worker(nodes=4, threads=1):
         mesh = dt.mesh(dp=2, tp=2)
         with pytest.raises(dt.NodeLost, match="SIGKILL") as caught:
-            dt.run(killed, 1, over, nodes=mesh)
+            dt.run(killed, 1, over, node=mesh, distributed=True)
         note = (
             f"  node 1 is dp=0, tp=1 of {mesh}; mesh.slice(...) and dt.mesh(nodes=[...], ...) are meshes of other nodes"
         )
         assert caught.value.rank == 1
         assert note in caught.value.__notes__
         assert "and 3 other nodes broke off, as ranks wait for each other" in caught.value.__notes__
-        assert dt.run(total, torch.ones(1), nodes=mesh.slice(dp=1)) == [2, 2]
-        for where in ({"nodes": mesh}, {"node": mesh}):
+        assert dt.run(total, torch.ones(1), node=mesh.slice(dp=1), distributed=True) == [2, 2]
+        for where in ({"node": mesh, "distributed": True}, {"node": mesh}):
             with pytest.raises(dt.NodeLost) as again:
                 dt.run(total, torch.ones(1), **where)
             assert note in again.value.__notes__
@@ -60,16 +60,16 @@ def test_a_node_that_dies_while_groups_are_made() -> None:
         mesh = dt.mesh(tp=2, one=1)
         dt.run(deadly, node=1)
         with pytest.raises(dt.NodeLost, match="SIGKILL") as caught:
-            dt.run(total, torch.ones(1), nodes=mesh)
+            dt.run(total, torch.ones(1), node=mesh, distributed=True)
         assert caught.value.rank == 1
-        assert dt.run(total, torch.ones(1), nodes=dt.mesh(tp=1, nodes=[0])) == [1]
+        assert dt.run(total, torch.ones(1), node=dt.mesh(tp=1, nodes=[0]), distributed=True) == [1]
 
 
 def test_threads_have_no_process_groups() -> None:
     with dt.init_master_worker(nodes=2, launcher="inproc"):
         mesh = dt.mesh(tp=2)
-        with pytest.raises(dt.DisttensorError, match=r"one process group per process.*node= runs it without"):
-            dt.run(total, torch.ones(1), nodes=mesh)
+        with pytest.raises(dt.DisttensorError, match=r"one process group per process.*node= alone runs it without"):
+            dt.run(total, torch.ones(1), node=mesh, distributed=True)
         x = dt.meshes.from_shards(mesh, [torch.zeros(1), torch.ones(1)])
         assert dt.run(lambda t: t.item(), x, node=mesh) == [0, 1]
 
@@ -85,7 +85,7 @@ def test_on_simulated_devices(device: str) -> None:
     with dt.init_master_worker(nodes=2, simulate_cuda=1, threads=1):
         mesh = dt.mesh(tp=2, device=device)
         x = dt.meshes.from_shards(mesh, [torch.zeros(1), torch.ones(1)])
-        found = dt.run(kind, x, nodes=mesh)
+        found = dt.run(kind, x, node=mesh, distributed=True)
         assert [one for one, _ in found] == ["cpu", "cpu"]
         assert [part.device for _, part in found] == [dt.device(node, device) for node in range(2)]
         assert dt.meshes.from_shards(mesh, [part for _, part in found]).item() == 1

@@ -291,7 +291,7 @@ def test_dropout_is_alike_along_tp_and_differs_along_dp() -> None:
     up = ColumnParallelLinear(8, 8, gather_output=False, mesh=m)
     down = RowParallelLinear(8, 64, input_is_parallel=True, mesh=m)
     x = torch.ones(4, 8).to(m.device)
-    with dt.varying("dp"):
+    with dt.meshes.varying("dp"):
         y = F.dropout(down(up(x).relu()), 0.5)
     values = [bits(shard_.detach().cpu()) for shard_ in y.shards()]
     assert values[0] == values[1]

@@ -1,4 +1,4 @@
-"""``dt.check``: what it says of modules, held against what happens on a node."""
+"""``dt.verify.check``: what it says of modules, held against what happens on a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_of_torchs_modules_it_says_what_happens_on_a_node(info: Any) -> None:
             continue
         made, called = sample.constructor_input, sample.forward_input
         module = info.module_cls(*made.args, **made.kwargs)
-        report = dt.check(module, *called.args, **called.kwargs)
+        report = dt.verify.check(module, *called.args, **called.kwargs)
         there = torch.utils._pytree.tree_map(
             lambda v: v.to("node:0") if isinstance(v, torch.Tensor) else v, (called.args, called.kwargs)
         )
@@ -150,7 +150,7 @@ LINES = Path(__file__).read_text().splitlines()
 @pytest.mark.row("S13")
 @pytest.mark.parametrize(("bad", "kind", "what", "line", "times"), BAD, ids=lambda v: getattr(v, "__name__", None))
 def test_what_is_bad_is_found_at_its_line(bad: type[nn.Module], kind: str, what: str, line: str, times: int) -> None:
-    report = dt.check(bad(), torch.ones(2, 4))
+    report = dt.verify.check(bad(), torch.ones(2, 4))
     found = [each for each in report.findings if each.kind == kind]
     assert found, report
     assert what in found[0].what
@@ -178,24 +178,24 @@ def test_what_is_good_has_no_findings(training: bool) -> None:
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(8 * 36, 5)
     ).train(training)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    report = dt.check(model, torch.ones(4, 3, 8, 8))
+    report = dt.verify.check(model, torch.ones(4, 3, 8, 8))
     assert report.ok, report
     assert not report.of("waits"), report
     assert report.operators >= 6
     assert report.parameters == sum(v.nbytes for v in before.values())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "the module is as it was"
     assert model[0].weight.grad is None
-    assert dt.check(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.ones(2, 3, 8)).ok
+    assert dt.verify.check(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.ones(2, 3, 8)).ok
 
 
 @pytest.mark.row("S13")
 def test_more_parameters_than_memory() -> None:
     model = nn.Linear(1000, 1000, device="meta")
-    report = dt.check(model, torch.ones(1, 1000), memory=1 << 20)
+    report = dt.verify.check(model, torch.ones(1, 1000), memory=1 << 20)
     assert not report.ok
     assert "4,004,000 bytes of parameters; a node has 1,048,576" in str(report)
-    assert dt.check(model, torch.ones(1, 1000), memory=1 << 23).ok
-    assert not dt.check(nn.Linear(1 << 22, 1 << 22, device="meta"), torch.ones(1, 1 << 22, device="meta")).ok
+    assert dt.verify.check(model, torch.ones(1, 1000), memory=1 << 23).ok
+    assert not dt.verify.check(nn.Linear(1 << 22, 1 << 22, device="meta"), torch.ones(1, 1 << 22, device="meta")).ok
 
 
 LIBRARY = torch.library.Library("dtchecked", "DEF")
@@ -205,7 +205,7 @@ LIBRARY.impl("twice", lambda x: torch.empty_like(x), "Meta")
 
 
 def test_a_library_operator_is_named() -> None:
-    report = dt.check(lambda x: torch.ops.dtchecked.twice(x), torch.ones(3))
+    report = dt.verify.check(lambda x: torch.ops.dtchecked.twice(x), torch.ones(3))
     assert not report.ok
     assert "dtchecked::twice" in report.findings[0].what
     assert "allow_ops=['dtchecked::*']" in report.findings[0].do
@@ -220,6 +220,6 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_mistakes_of_the_call_are_findings() -> None:
-    report = dt.check(nn.Linear(3, 4), torch.ones(2, 5))
+    report = dt.verify.check(nn.Linear(3, 4), torch.ones(2, 5))
     assert not report.ok
     assert "RuntimeError" in report.findings[0].what

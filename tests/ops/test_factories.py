@@ -566,7 +566,7 @@ def test_memory() -> None:
 def test_a_second_session_is_refused() -> None:
     with pytest.raises(RuntimeError, match="already"):
         dt.init_master_worker(nodes=2, launcher="inproc")
-    assert dt.is_initialized()
+    assert dt.session.is_initialized()
 
 
 @pytest.mark.parametrize("device", [lambda: "node:0", lambda: "node:1", lambda: dt.device(1, "cuda:1")])

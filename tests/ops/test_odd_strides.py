@@ -152,7 +152,7 @@ SAME: dict[str, Callable[[Sources], Any]] = {
     "to another node's device": lambda s: s.x.to(dt.device(2, "cuda:1")),
     "to a mesh": lambda s: s.x.to(everything().device),
     "from a node's device to a mesh": lambda s: s.x.to(dt.device(1, "cuda:0")).to(everything().device),
-    "replicate": lambda s: dt.replicate(s.x, everything()),
+    "replicate": lambda s: dt.meshes.replicate(s.x, everything()),
     "from_shards": lambda s: from_shards(everything(), s.nodes),
     "from_shards of one node's": lambda s: from_shards(everything(), [s.x] * NODES),
     "from_shards of local ones": lambda s: from_shards(everything(), [s.here] * NODES),
@@ -200,7 +200,7 @@ SAME: dict[str, Callable[[Sources], Any]] = {
 #: gradients of copies, of which each element is 2, or the sum of three of these
 GRADIENTS = {
     "to another node": (gradient(lambda w: w.to("node:2")), 2),
-    "replicate": (gradient(lambda w: dt.replicate(w, everything())), 6),
+    "replicate": (gradient(lambda w: dt.meshes.replicate(w, everything())), 6),
     "from_shards": (gradient(lambda w: from_shards(everything(), [w, w.to("node:0"), w.to("node:2")])), 6),
     "all_gather": (gradient(lambda w: functional.all_gather([w, w.to("node:0")])[0][0]), 2),
 }
@@ -255,7 +255,7 @@ def test_what_is_cut(sources: list[Sources]) -> None:
                 for source in (s.here, s.x, s.nodes[0]):
                     made.append((shards := dt.shard(source, everything(), dp=d), cut))
                 made.append((dt.all_gather(shards, over="dp", dim=d), [s.here]))
-                made.append((dt.reduce_scatter(s.mesh, "max", over="dp", dim=d), cut))
+                made.append((dt.collectives.reduce_scatter(s.mesh, "max", over="dp", dim=d), cut))
                 turned = [torch.cat([part] * NODES, d) for part in cut]
                 made.append((all_to_all(s.mesh, over="dp", split=d, cat=d), turned))
     assert len(made) >= 12

@@ -219,7 +219,7 @@ def test_a_share_is_between_0_and_1(verify: float) -> None:
         ValueError, match=r"verify=.* is not a share: 0 compares nothing, 0.01 one operation of 100, 1 all"
     ):
         session(verify)
-    assert not dt.is_initialized()
+    assert not dt.session.is_initialized()
 
 
 @pytest.mark.parametrize("verify", [True, "0.5", None, 1j])
@@ -296,7 +296,7 @@ COLLECTIVES: list[Callable[[list[torch.Tensor]], Any]] = [
     lambda xs: dt.collectives.all_gather_into_tensor([torch.empty_like(x) for x in xs], xs),
     lambda xs: dt.collectives.gather(xs, [torch.empty_like(xs[1]) for _ in xs], dst=1),
     lambda xs: dt.collectives.scatter(xs, [xs[2] * k for k in range(3)], src=2),
-    lambda xs: dt.reduce_scatter(xs, [[x * k for k in range(3)] for x in xs]),
+    lambda xs: dt.collectives.reduce_scatter(xs, [[x * k for k in range(3)] for x in xs]),
     lambda xs: dt.collectives.all_to_all(
         [[torch.empty_like(x) for _ in xs] for x in xs], [[x * k for k in range(3)] for x in xs]
     ),

@@ -77,7 +77,7 @@ def test_callbacks_at_the_end_and_after_it() -> None:
         work.add_done_callback(lambda work: seen.append("before"))
         work.wait()
         work.add_done_callback(lambda work: dt.shutdown())  # in its own thread, which it mustn't wait for
-        while dt.is_initialized():
+        while dt.session.is_initialized():
             threading.Event().wait(0.01)
     ended = threading.Event()
     work.add_done_callback(lambda work: (seen.append("after"), ended.set()))

@@ -44,7 +44,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def pair(endpoint: Endpoint, file: Path) -> Iterator[tuple[Connection, Connection]]:
     """The job's end, and the program's."""
-    with dt.connect(file, tag="pair") as program:
+    with dt.tasks.connect(file, tag="pair") as program:
         yield endpoint.clients(1, LONG)[0], program
 
 
@@ -80,7 +80,7 @@ def test_a_server_on_a_free_port(nodes: object, file: Path) -> None:
             Endpoint(file)
         with pytest.raises(dt.errors.BrokenError, match="cannot listen on"):
             Endpoint(file.with_name("third"), port=int(one.addresses[0].rpartition(":")[2]))
-        with dt.connect(file) as client:
+        with dt.tasks.connect(file) as client:
             client.send("to the first")
             assert one.recv_any(LONG)[1] == "to the first"
             assert two.clients() == []
@@ -98,9 +98,9 @@ def test_slow_start(nodes: object, file: Path, pool: ThreadPoolExecutor) -> None
 
     def client() -> Any:
         with pytest.raises(dt.errors.StartError, match="there is no connection file"):
-            dt.connect(file, timeout=0)
+            dt.tasks.connect(file, timeout=0)
         tries.set()
-        with dt.connect(file, timeout=LONG) as job:
+        with dt.tasks.connect(file, timeout=LONG) as job:
             return job.recv(timeout=LONG)
 
     one = pool.submit(client)
@@ -114,14 +114,14 @@ def test_slow_start(nodes: object, file: Path, pool: ThreadPoolExecutor) -> None
 def test_so_many_clients_in_order(endpoint: Endpoint, file: Path) -> None:
     with pytest.raises(TimeoutError, match=r"0 of 2 clients have connected in 0.01 s"):
         endpoint.clients(2, timeout=0.01)
-    made = [dt.connect(file, tag=f"t{i}") for i in range(4)]
+    made = [dt.tasks.connect(file, tag=f"t{i}") for i in range(4)]
     clients = endpoint.clients(4, LONG)
     assert [c.id for c in clients] == [c.id for c in made] == [0, 1, 2, 3]
     assert [c.tag for c in clients] == ["t0", "t1", "t2", "t3"]
     made[1].close()
     assert clients[1].poll(LONG)
     assert [c.id for c in endpoint.clients(3, LONG)] == [0, 2, 3]
-    made[1] = dt.connect(file)
+    made[1] = dt.tasks.connect(file)
     assert [c.id for c in endpoint.clients(4, LONG)] == [0, 2, 3, 4]  # a number is nobody else's
     for one in made:
         one.close()
@@ -129,7 +129,7 @@ def test_so_many_clients_in_order(endpoint: Endpoint, file: Path) -> None:
 
 @pytest.mark.row("I4")
 def test_broadcast_by_tag(endpoint: Endpoint, file: Path) -> None:
-    made = [dt.connect(file, tag="even" if i % 2 == 0 else "odd") for i in range(10)]
+    made = [dt.tasks.connect(file, tag="even" if i % 2 == 0 else "odd") for i in range(10)]
     endpoint.clients(10, LONG)
     x = torch.arange(5.0, device="node:1")
     assert endpoint.broadcast(["all", x]) == 10
@@ -149,7 +149,7 @@ def test_broadcast_by_tag(endpoint: Endpoint, file: Path) -> None:
 @pytest.mark.row("I5")
 def test_recv_any_of_ten(endpoint: Endpoint, file: Path, pool: ThreadPoolExecutor) -> None:
     def client(number: int) -> None:
-        with dt.connect(file, tag=str(number)) as job:
+        with dt.tasks.connect(file, tag=str(number)) as job:
             job.send(number)
             assert job.recv(timeout=LONG) == number + 1
             job.send("done")
@@ -173,7 +173,7 @@ def test_recv_any_of_ten(endpoint: Endpoint, file: Path, pool: ThreadPoolExecuto
 
 @pytest.mark.row("I5")
 def test_recv_any_gives_what_came_first(endpoint: Endpoint, file: Path) -> None:
-    made = [dt.connect(file) for _ in range(3)]
+    made = [dt.tasks.connect(file) for _ in range(3)]
     for i in (2, 0, 1, 1, 0):
         made[i].send(i)
         assert endpoint.clients()[i].poll(LONG)
@@ -344,8 +344,8 @@ def test_what_cannot_cross(pair: tuple[Connection, Connection], value: object, e
 
 def test_functions_on_nodes_may_connect(endpoint: Endpoint, file: Path, pool: ThreadPoolExecutor) -> None:
     def client(file: Path) -> Any:
-        with dt.connect(file) as job:
-            job.send(dt.here().node)
+        with dt.tasks.connect(file) as job:
+            job.send(dt.tasks.here().node)
             return job.recv()
 
     running = pool.submit(dt.run, client, file, node=2)
@@ -358,15 +358,15 @@ def test_functions_on_nodes_may_connect(endpoint: Endpoint, file: Path, pool: Th
 
 
 def test_refusals(nodes: object, file: Path) -> None:
-    with Endpoint(file, max_clients=1) as endpoint, dt.connect(file) as one:
+    with Endpoint(file, max_clients=1) as endpoint, dt.tasks.connect(file) as one:
         with pytest.raises(dt.errors.BrokenError, match=r"refuses: there are 1 clients already \(max_clients=\)"):
-            dt.connect(file)
+            dt.tasks.connect(file)
         one.close()
         endpoint.clients(0)
         with pytest.raises(ValueError, match="not negative"):
             endpoint.recv_any(-1)
         with pytest.raises(ValueError, match="201 characters"):
-            dt.connect(file, tag="x" * 201)
+            dt.tasks.connect(file, tag="x" * 201)
     with pytest.raises(ValueError, match="max_clients=0: at least 1 is needed"):
         Endpoint(file, max_clients=0)
     with pytest.raises(ValueError, match=r"192\.0\.2\.1"):
@@ -379,7 +379,7 @@ PROGRAM = """
 import os, sys
 import disttensor as dt
 
-job = dt.connect(sys.argv[1], tag="program")
+job = dt.tasks.connect(sys.argv[1], tag="program")
 job.send(os.getpid())
 print(job.recv())
 """
@@ -406,7 +406,7 @@ def test_another_program_ends(endpoint: Endpoint, file: Path) -> None:
 @pytest.mark.parametrize("what", ["recv", "recv_any", "broadcast"])
 def test_another_program_is_killed(endpoint: Endpoint, file: Path, what: str) -> None:
     """It is told by name, once; others go on."""
-    with program(file) as other, dt.connect(file, tag="other") as survivor:
+    with program(file) as other, dt.tasks.connect(file, tag="other") as survivor:
         clients = endpoint.clients(2, LONG)
         client = next(c for c in clients if c.tag == "program")
         assert client.recv(timeout=LONG) == other.pid
@@ -446,14 +446,15 @@ if __name__ == "__main__":
 
 @pytest.mark.row("I7")
 def test_the_job_is_killed(file: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", JOB, str(file)]) as job, dt.connect(file, timeout=LONG) as client:
+    run = [sys.executable, "-c", JOB, str(file)]
+    with subprocess.Popen(run) as job, dt.tasks.connect(file, timeout=LONG) as client:
         assert client.recv(timeout=LONG) == "there"
         job.kill()
         job.wait()
         with pytest.raises(dt.errors.BrokenError, match=rf"the endpoint of .*process {job.pid} .*ended without"):
             client.recv(timeout=LONG)
     with pytest.raises(dt.errors.StartError, match="was left over by process"):
-        dt.connect(file, timeout=1)
+        dt.tasks.connect(file, timeout=1)
 
 
 SESSION = """
@@ -465,7 +466,7 @@ except dt.DisttensorError as e:
     print(e)
 with dt.init_master_worker(nodes=1, launcher="inproc"):
     dt.tasks.Endpoint(sys.argv[1])
-    client = dt.connect(sys.argv[1])
+    client = dt.tasks.connect(sys.argv[1])
 try:
     client.recv()
 except dt.errors.ClosedError as e:

@@ -1,4 +1,4 @@
-"""``dt.map``, ``dt.tasks.share`` and ``dt.here``: many items on nodes, what they share, and where they are.
+"""``dt.map``, ``dt.tasks.share`` and ``dt.tasks.here``: many items on nodes, what they share, and where they are.
 
 The cases of torch-ipc's test/test_map.lua, where ``ipc.map(n, fn, x):join()`` is ``list(dt.map(fn, [x] * n))``:
 
@@ -42,7 +42,7 @@ import disttensor as dt
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=3, threads=1):
         # connections are made at first use: have them before the tests look for leaks
-        dt.run(torch.distributed.get_rank, nodes=[0, 1, 2])
+        dt.run(torch.distributed.get_rank, node=[0, 1, 2], distributed=True)
         lock = dt.tasks.Lock()
         for node in range(3):
             torch.ones(1).to(f"node:{node}").cpu()
@@ -280,7 +280,7 @@ def test_what_is_shared_is_serialised_once_and_sent_once_to_each_node() -> None:
 
 
 def place() -> tuple[Any, ...]:
-    here = dt.here()
+    here = dt.tasks.here()
     return here.node, str(here.device), here.host, here.coordinates
 
 
@@ -291,12 +291,12 @@ def test_a_function_knows_where_it_is() -> None:
     mesh = dt.mesh(dp=3, tp=1)
     expected = [(k, "cpu", host, {"dp": k, "tp": 0}) for k in range(3)]
     assert dt.run(place, node=mesh) == dt.submit(place, node=mesh).result() == expected
-    assert dt.run(lambda: dt.here()["dp"], nodes=mesh) == [0, 1, 2]
+    assert dt.run(lambda: dt.tasks.here()["dp"], node=mesh, distributed=True) == [0, 1, 2]
     assert dt.run(place, node=2) == (2, "cpu", host, {})
     with pytest.raises(KeyError, match=r"no dim 'dp'.*not run on a mesh"):
-        dt.run(lambda: dt.here()["dp"], node=0)
-    assert dt.here().node is None
-    assert dt.here().coordinates == {}
+        dt.run(lambda: dt.tasks.here()["dp"], node=0)
+    assert dt.tasks.here().node is None
+    assert dt.tasks.here().coordinates == {}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_function_knows_where_it_is() -> None:
     ],
 )
 def test_what_it_asks_of_the_session_is_refused_in_words_that_are_right_there(ask: Any) -> None:
-    with pytest.raises(dt.DisttensorError, match=r"this function runs on node 1, which has no session.*dt\.here\(\)"):
+    with pytest.raises(dt.DisttensorError, match=r"function runs on node 1, which has no session.*dt\.tasks\.here\(\)"):
         dt.run(ask, node=1)
 
 
@@ -392,7 +392,7 @@ def test_a_thousand_calls() -> None:
 @pytest.mark.row("I20")
 def test_a_call_knows_which_one_it_is() -> None:
     assert list(dt.map(same, ["hi"] * 4, range(1, 5))) == [("hi", k) for k in range(1, 5)]
-    assert dt.run(lambda _: dt.here().node, "hi", node=[2, 0, 1]) == [2, 0, 1]
+    assert dt.run(lambda _: dt.tasks.here().node, "hi", node=[2, 0, 1]) == [2, 0, 1]
 
 
 def test_large_tables_in_and_out() -> None:

@@ -152,6 +152,8 @@ def test_a_mesh_shows_who_is_where(session: Any) -> None:
     ]
     cube = dt.mesh(pp=2, dp=2, tp=1)
     assert [line[0] for line in shown(cube).lines[2:]] == ["pp=0, dp=0", "pp=0, dp=1", "pp=1, dp=0", "pp=1, dp=1"]
+    some = cube["pp", "dp"]  # which are all of the nodes
+    assert shown(some).lines == [[repr(some)], *shown(cube).lines[1:]]
     strange = dt.mesh(**{"<b>": 4})
     assert shown(strange).lines[1][0] == "<b>=0"
 

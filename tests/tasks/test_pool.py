@@ -132,7 +132,7 @@ def test_submit(executor: dt.tasks.Executor) -> None:
 
 def test_submit_keyword(executor: dt.tasks.Executor) -> None:
     assert executor.submit(mul, 2, y=8).result() == 16
-    names = dict.fromkeys(["self", "fn", "node", "nodes", "beside"], 1)
+    names = dict.fromkeys(["self", "fn", "node", "nodes", "distributed", "beside"], 1)
     assert executor.submit(capture, 1, **names).result() == ((1,), names)  # type: ignore[arg-type]
     names = dict.fromkeys(["returns", "raises"], 1)  # not the function's in dt.submit
     assert executor.submit(capture, 1, **names).result() == ((1,), names)  # type: ignore[arg-type]

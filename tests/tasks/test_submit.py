@@ -22,7 +22,7 @@ import disttensor as dt
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=3, threads=1):
         # connections and the callbacks' thread are made at first use: have them before the tests look for leaks
-        dt.run(torch.distributed.get_rank, nodes=[2, 0])
+        dt.run(torch.distributed.get_rank, node=[2, 0], distributed=True)
         called = threading.Event()
         for node in range(3):
             there = torch.ones(1).to(f"node:{node}")
@@ -49,7 +49,7 @@ def double(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def place(port: int) -> int | None:
     until(port)
-    return dt.here().node
+    return dt.tasks.here().node
 
 
 def fail(text: str) -> None:
@@ -94,7 +94,7 @@ def test_it_is_done_when_it_has_ended_though_nobody_waits() -> None:
 
 def test_each_kind_of_place() -> None:
     assert dt.submit(add, dt.tasks.Each([1, 2]), 3, node=[0, 2]).result() == [4, 5]
-    assert dt.submit(torch.distributed.get_rank, nodes=[2, 0]).result() == [0, 1]
+    assert dt.submit(torch.distributed.get_rank, node=[2, 0], distributed=True).result() == [0, 1]
     with Door() as door:
         first = dt.submit(until, door.port, node=0)
         others = [dt.submit(os.getpid, node="any").result() for _ in range(2)]  # neither waits behind the first

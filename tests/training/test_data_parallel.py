@@ -50,7 +50,8 @@ STEPS = 20
 def session() -> Iterator[None]:
     with connected(NODES):
         for n in (2, 3):
-            dt.run(dist.barrier, nodes=ranks(n))  # what is made at first use: before the tests look for leaks
+            # what is made at first use: before the tests look for leaks
+            dt.run(dist.barrier, node=ranks(n), distributed=True)
         yield
 
 
@@ -76,7 +77,7 @@ def both(
     torch.manual_seed(1)
     x, y = torch.randn(STEPS, 12, 6, dtype=dtype), torch.randn(STEPS, 12, 3, dtype=dtype)
     xs, ys = shard(x, m, dp=1), shard(y, m, dp=1)
-    theirs = dt.run(lambda x, y: train(make, wrap, optimizer, fit, x, y), xs, ys, nodes=m)
+    theirs = dt.run(lambda x, y: train(make, wrap, optimizer, fit, x, y), xs, ys, node=m, distributed=True)
     options = {"bucket_mb": 1e-4, **options}
     ours = train(make, lambda model: DataParallel(model.to(m.device), m, **options), optimizer, fit, xs, ys)
     return ours, [[value.cpu() for value in values] for values in theirs]
@@ -504,7 +505,7 @@ def test_what_is_skipped_stays_each_ranks_own() -> None:
 @pytest.mark.row("T31")
 def test_ranks_begin_with_the_first_ones_parameters_and_buffers() -> None:
     m = ranks(3)
-    with dt.varying("dp"):
+    with dt.meshes.varying("dp"):
         net = nn.BatchNorm1d(4).to(m.device)
         with torch.no_grad():
             net.weight.normal_()

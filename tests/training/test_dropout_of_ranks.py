@@ -23,7 +23,8 @@ from disttensor.tasks import Each, device_mesh
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with connected(2):
-        dt.run(dist.barrier, nodes=mesh(dp=2))  # what is made at first use: before the test looks for leaks
+        # what is made at first use: before the test looks for leaks
+        dt.run(dist.barrier, node=mesh(dp=2), distributed=True)
         yield
 
 
@@ -55,7 +56,7 @@ def test_on_two_ranks_dropout_has_ddps_bits() -> None:
     place = xs._place  # type: ignore[attr-defined]
     seeds = [derived(place.seed, ("dp",), at) for at in range(2)]
     ours = fit(model, xs, ys)
-    theirs = dt.run(by_ddp, xs, ys, Each(seeds), nodes=m)
+    theirs = dt.run(by_ddp, xs, ys, Each(seeds), node=m, distributed=True)
     for i, value in enumerate(ours):
         for rank, got in enumerate(value.shards()):  # type: ignore[attr-defined]
             same(got, theirs[rank][i].cpu(), strides=False)

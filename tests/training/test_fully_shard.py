@@ -44,7 +44,8 @@ DOUBLE = torch.float64
 def session() -> Iterator[None]:
     with connected(NODES):
         for n in (2, 3):
-            dt.run(dist.barrier, nodes=ranks(n))  # what is made at first use: before the tests look for leaks
+            # what is made at first use: before the tests look for leaks
+            dt.run(dist.barrier, node=ranks(n), distributed=True)
         yield
 
 
@@ -89,7 +90,7 @@ def both(
     torch.manual_seed(1)
     x, y = torch.randn(STEPS, 12, 6, dtype=dtype), torch.randn(STEPS, 12, 3, dtype=dtype)
     xs, ys = shard(x, m, dp=1), shard(y, m, dp=1)
-    theirs = dt.run(lambda x, y: full(train(make, wrap, optimizer, fit, x, y)), xs, ys, nodes=m)
+    theirs = dt.run(lambda x, y: full(train(make, wrap, optimizer, fit, x, y)), xs, ys, node=m, distributed=True)
     ours = train(make, lambda model: sharded(model, m, **options), optimizer, fit, xs, ys)
     return ours, [[value.cpu() for value in values] for values in theirs]
 
@@ -828,10 +829,13 @@ def test_replicas_along_another_dim() -> None:
     torch.manual_seed(1)
     x, y = torch.randn(STEPS, 12, 6, dtype=DOUBLE), torch.randn(STEPS, 12, 3, dtype=DOUBLE)
     xs, ys = (shard(v, m, rep=1, dp=1) for v in (x, y))
-    theirs = dt.run(lambda x, y: full(train(plain, by_hsdp, adamw, stepwise(clipped), x, y)), xs, ys, nodes=m)
-    ours = train(plain, lambda model: sharded(model, m, replicas="rep"), adamw, stepwise(clipped), xs, ys)
-    for value, wanted in zip(ours, theirs[3], strict=True):
-        torch.testing.assert_close(value.cpu(), wanted.cpu(), rtol=1e-11, atol=1e-12)  # alike on all four ranks
+    theirs = dt.run(
+        lambda x, y: full(train(plain, by_hsdp, adamw, stepwise(clipped), x, y)), xs, ys, node=m, distributed=True
+    )
+    for place, options in ((m, {"replicas": "rep"}), (m["rep", "dp"], {})):  # our words, and torch's
+        ours = train(plain, lambda model: sharded(model, place, **options), adamw, stepwise(clipped), xs, ys)  # noqa: B023
+        for value, wanted in zip(ours, theirs[3], strict=True):
+            torch.testing.assert_close(value.cpu(), wanted.cpu(), rtol=1e-11, atol=1e-12)  # alike on all four ranks
     _, model = made(m, replicas="rep")
     assert model(torch.ones(8, 6, dtype=DOUBLE)).shape == (2, 3)
     with pytest.raises(ValueError, match="over and replicas are two dims of the mesh, and both are 'dp'"):

@@ -31,7 +31,8 @@ DOUBLE = torch.float64
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with connected(NODES):
-        dt.run(dist.barrier, nodes=dt.mesh(dp=NODES))  # what is made at first use: before the tests look for leaks
+        # what is made at first use: before the tests look for leaks
+        dt.run(dist.barrier, node=dt.mesh(dp=NODES), distributed=True)
         yield
 
 
@@ -192,7 +193,7 @@ def theirs(schedule: str, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor
 def test_losses_and_gradients_have_the_bits_of_torchs_pipelining(schedule: str) -> None:
     """With four micro-batches of a size, where a mean is a sum times a power of two."""
     x, y = batches(3, 12, DOUBLE)
-    each = dt.run(theirs, schedule, x, y, nodes=dt.mesh(pp=NODES))
+    each = dt.run(theirs, schedule, x, y, node=dt.mesh(pp=NODES), distributed=True)
     pipeline = Pipeline(seeded(blocks, DOUBLE), nodes(4), microbatches=4, schedule=schedule)
     wanted = [[value.cpu() for value in values] for values in each]
     for batch, target in zip(x, y, strict=True):

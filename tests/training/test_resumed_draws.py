@@ -33,7 +33,7 @@ class Cut(nn.Module):
         self.last = dt.nn.RowParallelLinear(8, 3, input_is_parallel=True, mesh=m)
 
     def forward(self, x: Any) -> Any:
-        with dt.varying("tp"):
+        with dt.meshes.varying("tp"):
             hidden = F.dropout(self.first(x), 0.4)
         return F.dropout(self.last(hidden), 0.2)
 
@@ -108,7 +108,7 @@ def test_another_session_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def draw(m: Mesh, *dims: str) -> list[torch.Tensor]:
-    with dt.varying(*dims):
+    with dt.meshes.varying(*dims):
         return [x.cpu() for x in torch.rand(4, device=m.device).shards()]  # type: ignore[attr-defined]
 
 
@@ -120,11 +120,11 @@ def test_all_generators_of_a_mesh() -> None:
         m = dt.mesh(dp=2, tp=2)
         for way in ways[:3]:
             draw(m, *way)
-        with dt.varying("dp"):
+        with dt.meshes.varying("dp"):
             kept = Generators(m).state_dict()
         assert [along for along, _ in kept["states"][2]] == [[], ["dp"], ["dp", "tp"]]
         expected = [[draw(m, *way) for way in ways] for _ in range(2)]
-        with dt.varying("tp"):
+        with dt.meshes.varying("tp"):
             Generators(m.device).load_state_dict(kept)
         again = [[draw(m, *way) for way in ways] for _ in range(2)]
     torch.manual_seed(1)

@@ -45,7 +45,7 @@ WORDS, WIDE = 11, 21
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with connected(NODES):
-        dt.run(job_begins, nodes=[0, 1])  # what is made at first use: before the tests look for leaks
+        dt.run(job_begins, node=[0, 1], distributed=True)  # what is made at first use: before the tests look for leaks
         yield
 
 
@@ -384,7 +384,7 @@ def whole(state: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
 
 def test_what_a_job_of_ranks_has_saved(tmp_path: Path) -> None:
     """FSDP on two ranks writes, with sizes that these do not divide; a mesh of another shape has it to the bit."""
-    theirs = dt.run(job, str(tmp_path / "c"), 2, False, nodes=[0, 1])[0]
+    theirs = dt.run(job, str(tmp_path / "c"), 2, False, node=[0, 1], distributed=True)[0]
     model = parallel(mesh(dp=2, tp=2), 1)
     optimizer = adamw(model)
     load({"model": model, "optim": optimizer}, tmp_path / "c")
@@ -394,7 +394,7 @@ def test_what_a_job_of_ranks_has_saved(tmp_path: Path) -> None:
 def test_what_a_job_of_ranks_loads(tmp_path: Path) -> None:
     model, optimizer = trained(parallel, mesh(dp=2, tp=2))
     save({"model": model, "optim": optimizer}, tmp_path / "c")
-    theirs = dt.run(job, str(tmp_path / "c"), 0, True, nodes=[0, 1])[0]
+    theirs = dt.run(job, str(tmp_path / "c"), 0, True, node=[0, 1], distributed=True)[0]
     all_equal({n: x.cpu() for n, x in theirs.items()}, whole({"model": model, "optim": optimizer}, tmp_path))
 
 

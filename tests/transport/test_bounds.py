@@ -32,7 +32,7 @@ from disttensor.tasks import Channel, Endpoint, Lock, SharedDict
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     file = tmp_path_factory.mktemp("job") / "file"
-    with dt.init_master_worker(nodes=2, threads=1), Endpoint(file) as endpoint, dt.connect(file) as client:
+    with dt.init_master_worker(nodes=2, threads=1), Endpoint(file) as endpoint, dt.tasks.connect(file) as client:
         made = Job(Channel(), endpoint.clients(1, HANG)[0], client)
         made.check()  # opens what is opened when it is first needed
         yield made
@@ -164,9 +164,9 @@ def test_a_tag(job: Job, tmp_path: Path, length: int) -> None:
     with Endpoint(file := tmp_path / "file") as endpoint:
         if length > 200:
             with pytest.raises(ValueError, match="a tag has"):
-                dt.connect(file, tag="\u20ac" * length)
+                dt.tasks.connect(file, tag="\u20ac" * length)
             return
-        with dt.connect(file, tag="\u20ac" * length):
+        with dt.tasks.connect(file, tag="\u20ac" * length):
             assert [len(client.tag) for client in endpoint.clients(1, HANG)] == [length]
 
 

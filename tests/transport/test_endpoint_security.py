@@ -45,7 +45,7 @@ def endpoint(nodes: object, file: Path) -> Iterator[Endpoint]:
 
 
 def goes_on(endpoint: Endpoint, file: Path) -> None:
-    with dt.connect(file) as client:
+    with dt.tasks.connect(file) as client:
         client.send([1, torch.ones(3)])
         one, value = endpoint.recv_any(HANG)
         assert value[0] == 1
@@ -82,7 +82,7 @@ def test_a_stranger_gets_nothing(endpoint: Endpoint, file: Path) -> None:
 def test_a_file_that_others_can_read_is_refused(endpoint: Endpoint, file: Path, mode: int) -> None:
     os.chmod(file, mode)
     with pytest.raises(dt.errors.StartError, match="others can get at it"):
-        dt.connect(file, timeout=1)
+        dt.tasks.connect(file, timeout=1)
     os.chmod(file, 0o600)
 
 
@@ -190,16 +190,16 @@ def test_what_an_ended_client_has_sent_in_part_is_dropped_at_once(endpoint: Endp
 def test_clients_that_are_gone_count_while_they_have_left_something(nodes: object, file: Path) -> None:
     with Endpoint(file, max_clients=2) as endpoint:
         for _ in range(2):
-            with dt.connect(file) as client:
+            with dt.tasks.connect(file) as client:
                 client.send("left behind")
         with pytest.raises(dt.errors.BrokenError, match=r"2 clients already \(max_clients=\), with 2 that are gone"):
-            dt.connect(file)
+            dt.tasks.connect(file)
         assert endpoint.recv_any(HANG)[1] == "left behind"
         goes_on_after_messages(endpoint, file)
 
 
 def goes_on_after_messages(endpoint: Endpoint, file: Path) -> None:
-    with dt.connect(file) as client:
+    with dt.tasks.connect(file) as client:
         client.send("mine")
         assert [endpoint.recv_any(HANG)[1] for _ in range(2)] == ["left behind", "mine"]
 
@@ -212,7 +212,7 @@ def test_of_killed_clients_the_last_ones_are_told(nodes: object, file: Path) -> 
                 killed.sendall(HELLO)
                 assert killed.recv(4096)
             ended(endpoint)
-        with dt.connect(file) as client:
+        with dt.tasks.connect(file) as client:
             client.send("alive")
             assert endpoint.clients(1, HANG)[0].poll(HANG)
             assert endpoint.recv_any(HANG)[1] == "alive"
@@ -224,7 +224,7 @@ def test_of_killed_clients_the_last_ones_are_told(nodes: object, file: Path) -> 
 
 
 def test_a_closed_endpoint_keeps_nothing(nodes: object, file: Path) -> None:
-    with Endpoint(file) as endpoint, dt.connect(file) as client:
+    with Endpoint(file) as endpoint, dt.tasks.connect(file) as client:
         client.send(torch.ones(1000))
         (there,) = endpoint.clients(1, HANG)
         assert there.poll(HANG)
@@ -240,7 +240,7 @@ def test_a_closed_endpoint_keeps_nothing(nodes: object, file: Path) -> None:
 def test_the_window_counts_what_values_become(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of lists is a hundred times as much in memory as on the wire."""
     monkeypatch.setattr(wires, "FULL_BYTES", 1 << 20)
-    with dt.connect(file) as client:
+    with dt.tasks.connect(file) as client:
         (one,) = endpoint.clients(1, HANG)
         for _ in range(8):
             client.send([[]] * 10_000)
@@ -256,7 +256,7 @@ def test_a_broadcast_names_who_does_not_read(endpoint: Endpoint, file: Path, mon
     said: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(wires, "PATIENCE", 0.05)
     monkeypatch.setattr(wires._log, "warning", lambda text, *values: said.put(text % values))
-    with ThreadPoolExecutor(1) as pool, dt.connect(file) as other, program(file) as deaf:
+    with ThreadPoolExecutor(1) as pool, dt.tasks.connect(file) as other, program(file) as deaf:
         deaf.sendall(HELLO)
         first, second = endpoint.clients(2, HANG)
         waiting = pool.submit(endpoint.broadcast, torch.ones(4 << 20))
@@ -276,7 +276,7 @@ def test_a_broadcast_names_who_does_not_read(endpoint: Endpoint, file: Path, mon
 
 def goes_on_after(endpoint: Endpoint, file: Path) -> None:
     """The liar is told of, by name, if it had been let in."""
-    with dt.connect(file) as client:
+    with dt.tasks.connect(file) as client:
         client.send("honest")
         told: list[str] = []
         seen: list[object] = []
@@ -293,7 +293,7 @@ def test_who_sends_without_end_waits(endpoint: Endpoint, file: Path, monkeypatch
     """What nobody takes is bounded; and all of it comes, in order."""
     monkeypatch.setattr(wires, "FULL_BYTES", 1 << 20)
     monkeypatch.setattr(wires, "FULL_MESSAGES", 8)
-    with dt.connect(file) as client:
+    with dt.tasks.connect(file) as client:
         (one,) = endpoint.clients(1, HANG)
         sent = 0
 
@@ -323,7 +323,7 @@ def test_a_file_of_nodes_that_join_is_no_endpoints(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, str(job)], stderr=subprocess.DEVNULL) as running:
         try:
             with pytest.raises(dt.errors.BrokenError, match="is that file an Endpoint's"):
-                dt.connect(job, timeout=HANG)
+                dt.tasks.connect(job, timeout=HANG)
         finally:
             running.kill()
 
@@ -331,4 +331,4 @@ def test_a_file_of_nodes_that_join_is_no_endpoints(tmp_path: Path) -> None:
 def test_another_version_is_refused_with_both(endpoint: Endpoint, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "EndpointHello", lambda version, *more: EndpointHello(version + 1, *more))
     with pytest.raises(dt.errors.BrokenError, match="version 2 of these messages, and this job version 1"):
-        dt.connect(file)
+        dt.tasks.connect(file)

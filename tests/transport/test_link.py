@@ -278,7 +278,7 @@ def test_a_session_ends_though_a_window_is_full() -> None:
             x.add_(1)
         link.patient = True
         raise ZeroDivisionError
-    assert not dt.is_initialized()
+    assert not dt.session.is_initialized()
 
 
 def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:

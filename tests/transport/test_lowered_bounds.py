@@ -33,7 +33,7 @@ def test_a_value_at_a_bound_that_is_lowered(
     most, make = LOWER[name]
     monkeypatch.setattr(form, name, most)
     channel = Channel()
-    with Endpoint(tmp_path / "file") as endpoint, dt.connect(tmp_path / "file") as client:
+    with Endpoint(tmp_path / "file") as endpoint, dt.tasks.connect(tmp_path / "file") as client:
         job = Job(channel, endpoint.clients(1, HANG)[0], client)
         for way in ("returned", "from_node", "to_node", "from_client", "to_client"):
             fits = []
@@ -66,7 +66,7 @@ def test_an_item_of_more_bytes_than_may_be(nodes: object, monkeypatch: pytest.Mo
 
 def test_a_message_of_more_bytes_than_may_be(nodes: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_BYTES", 4096)
-    with Endpoint(tmp_path / "file") as endpoint, dt.connect(tmp_path / "file") as client:
+    with Endpoint(tmp_path / "file") as endpoint, dt.tasks.connect(tmp_path / "file") as client:
         job = Job(Channel(), endpoint.clients(1, HANG)[0], client)
         for send in (job.from_client, job.to_client):
             assert send(torch.arange, 512)

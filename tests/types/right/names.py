@@ -27,7 +27,7 @@ def main() -> None:
     ]
     assert len(modules) == 17
     assert_type(dt.__version__, str)
-    assert_type(dt.is_initialized(), bool)
+    assert_type(dt.session.is_initialized(), bool)
     assert_type(dt.device(1), torch.device)
     assert_type(dt.Stream("node:1"), dt.streams.Stream)
     assert_type(dt.Event(), dt.streams.Event)

@@ -16,11 +16,11 @@ def main() -> None:
     assert_type(mesh.nodes, tuple[int, ...])
     x = dt.shard(torch.randn(4, 3), mesh, dp=0)
     assert_type(x, dt.DistributedTensor)
-    assert_type(dt.replicate(torch.ones(3), mesh), dt.DistributedTensor)
+    assert_type(dt.meshes.replicate(torch.ones(3), mesh), dt.DistributedTensor)
     assert_type(dt.meshes.from_shards(mesh, [torch.ones(1), torch.zeros(1)]), dt.DistributedTensor)
     model = dt.DataParallel(torch.nn.Linear(3, 2).to(mesh.device), mesh)
     loss = model(x).square().mean()
     loss.backward()
-    with dt.varying("dp"):
+    with dt.meshes.varying("dp"):
         torch.rand(2, device=mesh.device)
     assert_type(model.module, torch.nn.Module)

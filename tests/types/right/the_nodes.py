@@ -25,4 +25,4 @@ def main() -> None:
     assert_type(nodes[0].alive, bool)
     assert_type(json.dumps([node["pid"] for node in busy(nodes)]), str)
     assert_type(dt.session.node_count(), int)
-    assert_type(dt.here().node, int | None)
+    assert_type(dt.tasks.here().node, int | None)
