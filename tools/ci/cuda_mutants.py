@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from checkout import ROOT
 from mutants import Copy
+from simcuda_kit import libraries
 
 FILES = ("runtime/channel/**/*.py", "runtime/node/**/*.py", "runtime/host/cuda_devices.py")
 CALLS = {"wait_event", "wait_stream", "record_stream", "record", "synchronize", "finish"}
@@ -120,7 +121,8 @@ class Runs:
         self.red: set[str] = set()  #: tests of the last run that were not green
         self.copy = Copy(ROOT, folder / "copy")
         (ROOT / "build").mkdir(exist_ok=True)
-        (self.copy.path / "build").symlink_to(ROOT / "build")  # the simulated runtime is built once
+        (self.copy.path / "build").symlink_to(ROOT / "build")
+        libraries()  # the simulated runtime is built once, and no test waits for it
         self.copy.check_imports()
         (folder / "cuda_mutants_report.py").write_text(_PLUGIN)
 
