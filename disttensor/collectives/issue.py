@@ -159,8 +159,8 @@ class CollectiveCall:
         if self.algorithm is None:
             self.algorithm = session.router.way(*what)
         selected = session.router.selected(*what)
-        if selected is None and cuda and session.router.automatic and self.algorithm is None and self.place is None:
-            best = session.router.best(set(places))
+        if selected is None and cuda and session.router.automatic and self.algorithm is None:
+            best = session.router.best(set(places), self.groups or (self.group.nodes,))
             return best if self._native(session.router.data[best]) else 0
         return selected or 0
 

@@ -30,7 +30,7 @@ from ..runtime.protocol.arguments import Addresses
 from ..runtime.protocol.collective_kinds import ALGORITHMS
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.protocol.keys import pair_key
-from .places import Place, R
+from .places import NodePlace, Place, R
 
 _log = logging.getLogger("disttensor")
 
@@ -143,12 +143,14 @@ class ChannelRouter:
         names = {socket.gethostname() if rank < 0 else self._link.nodes[rank].hello.host for rank in ranks}
         return SPANS[len(names) > 1]
 
-    def best(self, places: Iterable[Place]) -> int:
-        """Returns the number of the channel that "auto" takes for a collective between these places: NCCL's where each
-        place is a GPU of its own, else 0. The first time it waits until all nodes have opened it."""
-        places = list(places)
-        gpus = {_gpu(place) for place in places if place.kernels == "cuda"}
-        if len(gpus) < max(2, len(places)):
+    def best(self, places: Iterable[Place], groups: Sequence[Sequence[int]]) -> int:
+        """Returns the number of the channel that "auto" takes for a collective of these groups of nodes, with tensors
+        in these places: NCCL's where each has, in its group, a GPU of its own, else 0. The first time it waits until
+        all nodes have opened it."""
+        members = {member for place in places for member in place.members}
+        number = {node: i for i, group in enumerate(groups) for node in group}
+        gpus = {(number[member.node], *_gpu(member)) for member in members if member.kernels == "cuda"}
+        if len(gpus) < max(2 * len(groups), len(members)):
             return 0
         if self._best is None:
             self._best = self._try(BEST)
@@ -388,7 +390,7 @@ def _ips(address: str) -> frozenset[str]:
         return frozenset()
 
 
-def _gpu(place: Place) -> tuple[str, str]:
+def _gpu(place: NodePlace) -> tuple[str, str]:
     """Returns a GPU's identity: its host, and its name there. Each node has a cuda:0, and these may be one GPU."""
     hello = place.hello
     return hello.host, hello.gpus[place.index] if place.index < len(hello.gpus) else place.name

@@ -6,11 +6,13 @@ import threading
 from functools import reduce
 
 import channel_kit
+import msgspec
 import pytest
 import torch
 from native_channel import _all_parts
 
 import disttensor as dt
+from disttensor import testing
 from disttensor.runtime.channel.nccl import channel as nccl
 from disttensor.runtime.channel.nccl.channel import NcclChannel
 from disttensor.runtime.channel.nccl.library import Communicator
@@ -18,6 +20,7 @@ from disttensor.runtime.collective.reduction import ReduceOp, kernel
 from disttensor.runtime.contracts.data_channel import check_data_channel
 from disttensor.runtime.contracts.data_channel_kit import LIMIT
 from disttensor.runtime.protocol.errors import BrokenError
+from disttensor.session import channel_router, current
 
 N = 3
 
@@ -240,6 +243,44 @@ def test_what_it_is_for():
     if not torch.cuda.is_available():
         with dt.init_master_worker(nodes=2, launcher="inproc"):
             assert not dt.channels.available()["all_reduce", "cuda", "nccl"]
+
+
+def test_auto_takes_it_for_each_group_whose_nodes_have_a_gpu_each(monkeypatch):
+    """Of a list, and of groups along dims of a mesh: these have one channel, so all or none. Two nodes share a GPU."""
+    monkeypatch.setattr(channel_router, "BEST", "native_channel:NativeChannel")
+    with dt.init_master_worker(nodes=4, launcher="inproc", simulate_cuda=1):
+        session = current.session()
+        for node, gpu in zip(session.nodes, "abab", strict=True):
+            node.said_hello = msgspec.structs.replace(node.hello, gpus=(gpu,))
+        m = dt.mesh(dp=2, tp=2, device="cuda:0")
+        for place in (m._place, *m._place.members):
+            monkeypatch.setattr(place, "kernels", "cuda")
+        monkeypatch.setattr(session.router, "automatic", True)
+        x = dt.meshes.from_shards(m, [torch.full((8,), float(k)) for k in range(4)])
+
+        def of_a_mesh(*over):
+            return [shard[0].item() for shard in dt.all_reduce(x, over=over).shards()]
+
+        def of_a_list(*nodes):
+            xs = [torch.full((8,), float(k), device=dt.device(k, "cuda:0")) for k in nodes]
+            dt.all_reduce(xs)
+            return [x[0].item() for x in xs]
+
+        one = dt.meshes.from_shards(dt.mesh(one=1, nodes=[3], device="cuda:0"), [torch.ones(8)])
+        for native, call, sums in (
+            (False, lambda: of_a_mesh("dp"), [2, 4, 2, 4]),
+            (False, lambda: of_a_mesh("dp", "tp"), [6] * 4),
+            (False, lambda: of_a_list(2, 0), [2] * 2),
+            (False, lambda: [dt.all_reduce(one, over="one").at(one=0)[0].item()], [1]),
+            (False, lambda: [dt.all_reduce(x, over="tp", algorithm="ring").at(dp=0, tp=0)[0].item()], [1]),
+            (True, lambda: of_a_mesh("tp"), [1, 1, 5, 5]),
+            (True, lambda: of_a_list(0, 3), [3] * 2),
+        ):
+            assert ("native_channel:NativeChannel" in session.router.numbers) <= native, "opened, and not used"
+            with testing.MessageLog() as log:
+                assert call() == sums
+            ways = {name.split()[-1] == "native" for name in log.commands if name.startswith("Collective")}
+            assert ways == {native}, sums
 
 
 @pytest.mark.gpu(2)

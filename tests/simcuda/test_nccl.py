@@ -858,6 +858,53 @@ def test_sessions(name):
 
 
 @pytest.mark.slow
+def test_auto_takes_it_for_meshes():
+    """Over dims, and in the training that goes by them; each group has a communicator."""
+    run_session(
+        SESSION
+        + """
+from torch import nn
+assert communicators(range(N)) == [0] * N
+m = dt.mesh(dp=2, tp=2)
+x = dt.meshes.from_shards(m, local())
+whole = torch.stack(local()).view(2, 2, -1)
+for shard, total in zip(dt.all_reduce(x, over="tp").shards(), whole.sum(1).repeat_interleave(2, 0)):
+    same(shard, total)
+assert communicators(range(N)) == [1] * N
+work = dt.all_reduce(x * 2, over="tp", async_op=True)
+y = x + 1
+for shard, total in zip(work.result().shards(), whole.sum(1).repeat_interleave(2, 0)):
+    same(shard, total * 2)
+for shard, part in zip(y.shards(), local()):
+    same(shard, part + 1)
+z = dt.meshes.from_shards(m, local()).requires_grad_()
+(dt.all_reduce(z, over=("dp", "tp")) ** 2).sum().backward()
+for shard in z.grad.shards():
+    same(shard, 2 * N * whole.sum((0, 1)))
+assert communicators(range(N)) == [2] * N
+torch.manual_seed(0)
+model = nn.Linear(8, 4)
+batch = torch.randn(12, 8)
+model(batch).square().mean().backward()
+want = [p.grad.clone() for p in model.parameters()]
+model.zero_grad()
+d = dt.mesh(dp=N)
+there = dt.DataParallel(model.to(d.device), d)
+there(dt.shard(batch, d, dp=0)).square().mean().backward()
+for p, grad in zip(there.parameters(), want):
+    for shard in p.grad.shards():
+        same(shard, grad)
+assert communicators(range(N)) == [2] * N, "that of all nodes is used again"
+""",
+        nodes=4,
+        backend="auto",
+        visible="0,1,2,3",
+        devices=4,
+        delay_ms=1,
+    )
+
+
+@pytest.mark.slow
 def test_two_nodes_on_one_device_are_told():
     run_session(
         SESSION

@@ -395,6 +395,14 @@ for total in there:
 """,
 )
 
+PROGRAMS["meshes_by_nccl"] = (
+    {"backend": "auto", "devices": 2, "visible": "0,1", "delay_ms": 1},
+    PROGRAMS["meshes"][1]
+    + """
+assert dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), nodes=[0, 1]) == [1, 1], "nothing went by NCCL"
+""",
+)
+
 PROGRAMS["checkpoints"] = (
     {},
     """

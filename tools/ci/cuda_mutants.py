@@ -1,4 +1,4 @@
-"""python tools/ci/cuda_mutants.py [--list] [--runs 3] [--file PART...]
+"""python tools/ci/cuda_mutants.py [--list] [--runs 3] [--file PART...] [--test TEST...]
 
 Deletes, one after the other, what orders the work of CUDA's streams and says on which device it is: each call of
 ``wait_event``, ``wait_stream``, ``record_stream``, ``record``, ``synchronize`` and ``finish``, and each ``with`` that
@@ -8,7 +8,8 @@ it (docs/dev/simcuda.md): ``.venv-simcuda/bin/python tools/ci/cuda_mutants.py``.
 
 A run of the tests first says which of them come by which line; a line that no test comes by is printed as such. A
 deletion is tried up to ``--runs`` times, each with another seed for the delays. The exit code is 0 where all are
-noticed that KEPT (below) does not explain.
+noticed that KEPT (below) does not explain. ``--file`` takes some of the deletions, ``--test`` some of the tests, as for
+a new test, or where nobody can wait for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from checkout import ROOT
 from mutants import Copy
+from simcuda_kit import libraries
 
 FILES = ("runtime/channel/**/*.py", "runtime/node/**/*.py", "runtime/host/cuda_devices.py")
 CALLS = {"wait_event", "wait_stream", "record_stream", "record", "synchronize", "finish"}
@@ -116,9 +118,11 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.red: set[str] = set()  #: tests of the last run that were not green
         self.copy = Copy(ROOT, folder / "copy")
         (ROOT / "build").mkdir(exist_ok=True)
-        (self.copy.path / "build").symlink_to(ROOT / "build")  # the simulated runtime is built once
+        (self.copy.path / "build").symlink_to(ROOT / "build")
+        libraries()  # the simulated runtime is built once, and no test waits for it
         self.copy.check_imports()
         (folder / "cuda_mutants_report.py").write_text(_PLUGIN)
 
@@ -143,8 +147,12 @@ class Runs:
                 process.wait(limit)
             self.copy.end(process)
         said = [line.split("\t") for line in report.read_text().splitlines()] if report.exists() else []
-        red = {test for _, outcome, _, test in said if outcome != "passed"}
+        self.red = red = {test for _, outcome, _, test in said if outcome != "passed"}
         return {test: float(took) for when, _, took, test in said if when == "call" and test not in red}
+
+    def tail(self) -> str:
+        """Returns the end of what the last run has printed."""
+        return "\n".join((self._folder / "log").read_text(errors="replace").splitlines()[-40:])
 
     @contextmanager
     def changed(self, changes: Sequence[tuple[Site, str]]) -> Iterator[None]:
@@ -161,11 +169,11 @@ class Runs:
                 path.write_bytes(text)
                 os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def come_by(self, every: Sequence[Site]) -> tuple[list[set[str]], dict[str, float]]:
-        """Runs all tests. Returns by site which of them come by it, and the seconds of each that was green."""
+    def come_by(self, every: Sequence[Site], tests: Sequence[str]) -> tuple[list[set[str]], dict[str, float]]:
+        """Runs all these tests. Returns by site which of them come by it, and the seconds of each that was green."""
         came = self._folder / "came"
         with self.changed([(site, _SAYS % number) for number, site in enumerate(every)]):
-            green = self.run(TESTS, LIMIT_OF_ALL, CAME=str(came))
+            green = self.run(tests, LIMIT_OF_ALL, CAME=str(came))
         found: list[set[str]] = [set() for _ in every]
         for line in came.read_text().splitlines() if came.exists() else ():
             number, _, test = line.partition("\t")
@@ -189,6 +197,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only says what would be deleted")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs of the tests for each")
     parser.add_argument("--file", action="append", default=[], metavar="PART", help="only those whose name has it")
+    parser.add_argument("--test", action="append", default=[], help="only these: files, or pytest's ids")
     options = parser.parse_args()
     every = [s for s in sites(ROOT) if not options.file or any(part in s.name for part in options.file)]
     if options.list:
@@ -197,8 +206,11 @@ def main() -> int:
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="cuda-mutants-") as folder:
         tests, began = Runs(Path(folder)), time.monotonic()
-        came, seconds = tests.come_by(every)
+        came, seconds = tests.come_by(every, options.test or TESTS)
         print(f"{len(seconds)} tests are green without a deletion, {time.monotonic() - began:.0f} s", flush=True)
+        if tests.red or not seconds:
+            red = [f"RED WITHOUT A DELETION  {test}" for test in sorted(tests.red)]
+            print(tests.tail(), *red, sep="\n", flush=True)
         for site, by in zip(every, came, strict=True):
             began = time.monotonic()
             verdicts.append(tests.judge(site, sorted(by, key=lambda test: seconds[test]), options.runs))
