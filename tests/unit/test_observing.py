@@ -18,7 +18,7 @@ from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
-from disttensor.runtime.node.worker import Worker
+from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process.observing import (
     BatchApplied,
     CommandApplied,
@@ -246,9 +246,9 @@ class Script(Spoke):
     def close(self) -> None: ...
 
 
-def served(clock: VirtualClock, script: Script) -> Worker:
+def served(clock: VirtualClock, script: Script) -> NodeWorker:
     """A node whose commands take a second each, by the clock; it has not begun."""
-    node = Worker(Bundle(job="observed", rank=3, address="", backend="inproc"), script)
+    node = NodeWorker(Bundle(job="observed", rank=3, address="", backend="inproc"), script)
     node.seam.clock = clock
     apply = node.executor.apply
 
@@ -260,7 +260,7 @@ def served(clock: VirtualClock, script: Script) -> Worker:
     return node
 
 
-def serve(node: Worker) -> None:
+def serve(node: NodeWorker) -> None:
     thread = threading.Thread(target=node.serve)
     thread.start()
     thread.join()
@@ -271,7 +271,7 @@ def batches(*lengths: int) -> list[bytes]:
     """Messages of so many Frees, and one of the Stop."""
     firsts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     made = [c.Batch(first, (c.Free(first, ()),) * n) for first, n in zip(firsts, lengths, strict=False)]
-    return [codec.encode(each) for each in (*made, c.Batch(firsts[-1], (c.Stop(),)))]
+    return [codec.encode(each) for each in (*made, c.Batch(firsts[-1], (c.StopNode(),)))]
 
 
 def test_what_a_node_has_applied(clock: VirtualClock) -> None:
