@@ -1,6 +1,6 @@
 """Seeded defects, one or more for each family of operations: in nodes' kernels, on the way between, in the front end.
 
-A Defect is put in before a session begins; ``tests/ops/test_selfcheck.py`` shows that ``verify=`` finds each.
+A Defect is put in before a session begins; ``tests/verify/test_selfcheck.py`` shows that ``verify=`` finds each.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ TABLE = {
     },
     "runtime/node/readers.py": {"_MOST_WARNINGS": _KEPT},
     "runtime/node/user_functions.py": {
-        "MAX_PICKLE": "tests/ops/test_run.py: the script refuses it at the line",
+        "MAX_PICKLE": "tests/tasks/test_run.py: the script refuses it at the line",
         "MAX_KEPT": _KEPT,
     },
     "runtime/protocol/codec.py": {

@@ -6,7 +6,7 @@
 set -uo pipefail
 here=$(cd "$(dirname "$0")/../.." && pwd)
 [ $# -gt 0 ] || set -- 3.11:2.11 3.11:2.13 3.12: 3.13:
-read -ra tests <<<"${TESTS:-tests/unit tests/ops}"
+read -ra tests <<<"${TESTS:-tests/unit tests/ops tests/nn tests/shared tests/verify tests/views}"
 PATH=${INTERPRETERS:+$INTERPRETERS:}$PATH
 
 missing=()
