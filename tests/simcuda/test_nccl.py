@@ -673,7 +673,7 @@ def up(values):
 def same(got, want):
     torch.testing.assert_close(got.cpu(), want)
 def communicators(nodes):
-    return dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), nodes=nodes)
+    return dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), node=nodes, distributed=True)
 """
 
 
@@ -842,7 +842,7 @@ def ranks(x):
     work.wait()
     return dist.get_backend(), y, z, x.device.type
 for _ in range(2):
-    told = dt.run(ranks, dt.tasks.Each(up(local())), nodes=range(N))
+    told = dt.run(ranks, dt.tasks.Each(up(local())), node=range(N), distributed=True)
     for backend, y, z, kind in told:
         assert "nccl" in backend and kind == "cuda", (backend, kind)
         same(y, torch.stack(local()).sum(0))

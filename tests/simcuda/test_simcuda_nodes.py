@@ -63,7 +63,7 @@ def buffers():
     import gc
     from disttensor.runtime.channel.shm.cuda_ipc import CudaSharing
     return sum(len(end._theirs) for end in gc.get_objects() if type(end) is CudaSharing)
-assert all(count > 0 for count in dt.run(buffers, nodes=[0, 1])), "nothing went by CUDA IPC"
+assert all(count > 0 for count in dt.run(buffers, node=[0, 1], distributed=True)), "nothing went by CUDA IPC"
 """,
 )
 PROGRAMS["tcp"] = (
@@ -91,7 +91,7 @@ assert dt.run(pinned, node=0) == ([float(k) for k in range(20)],) * 2
 )
 PROGRAMS["no_peers"] = (
     {"devices": 2, "peers": 0, "visible": "0,1", "delay_ms": 1},
-    "assert dt.run(lambda: os.environ['CUDA_VISIBLE_DEVICES'], nodes=[0, 1]) == ['0', '1']\n" + ACROSS,
+    "assert dt.run(lambda: os.environ['CUDA_VISIBLE_DEVICES'], node=[0, 1], distributed=True) == ['0', '1']\n" + ACROSS,
 )
 
 PROGRAMS["streams"] = (
@@ -366,7 +366,7 @@ local = network()
 expected = trained(local).item()
 mesh = dt.mesh(dp=2)
 parts = dt.shard(x, mesh, dp=0)
-placed = dt.run(lambda part: (str(part.device), part.shape[0]), parts, nodes=mesh)
+placed = dt.run(lambda part: (str(part.device), part.shape[0]), parts, node=mesh, distributed=True)
 assert [tuple(one) for one in placed] == [("cuda:0", 6)] * 2
 close(dt.meshes.full_tensor(parts * 2, dp=0).cpu(), x * 2)
 close(dt.all_reduce(parts.sum(0), over="dp").cpu(), x.sum(0), rtol=1e-5, atol=1e-5)
@@ -399,7 +399,7 @@ PROGRAMS["meshes_by_nccl"] = (
     {"backend": "auto", "devices": 2, "visible": "0,1", "delay_ms": 1},
     PROGRAMS["meshes"][1]
     + """
-assert dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), nodes=[0, 1]) == [1, 1], "nothing went by NCCL"
+assert dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), node=[0, 1], distributed=True) == [1, 1], "nothing went by NCCL"
 """,
 )
 
@@ -435,7 +435,7 @@ for name, factor in (("/one", 1), ("/two", 2)):
 PROGRAMS["binding"] = (
     {"nodes": 3, "devices": 2, "visible": "0,1", "delay_ms": 1},
     """
-seen = dt.run(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.get_device_name(0)), nodes=[0, 1, 2])
+seen = dt.run(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.get_device_name(0)), node=[0, 1, 2], distributed=True)
 assert [tuple(one) for one in seen] == [(str(gpu), f"simcuda device {gpu}") for gpu in (0, 0, 1)], seen
 x = torch.randn(1 << 18)
 a = x.to("node:0")
@@ -452,7 +452,7 @@ for total in xs:
 PROGRAMS["without_a_gpu"] = (
     {"visible": "", "delay_ms": 1},
     """
-assert dt.run(torch.cuda.is_available, nodes=[0, 1]) == [False, False]
+assert dt.run(torch.cuda.is_available, node=[0, 1], distributed=True) == [False, False]
 x = torch.randn(1 << 18)
 y = (x.to("node:0") + 1).to("node:1")
 same(y, x + 1)
