@@ -399,7 +399,8 @@ PROGRAMS["meshes_by_nccl"] = (
     {"backend": "auto", "devices": 2, "visible": "0,1", "delay_ms": 1},
     PROGRAMS["meshes"][1]
     + """
-assert dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), node=[0, 1], distributed=True) == [1, 1], "nothing went by NCCL"
+counts = dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), node=[0, 1], distributed=True)
+assert counts == [1, 1], "nothing went by NCCL"
 """,
 )
 
@@ -435,7 +436,8 @@ for name, factor in (("/one", 1), ("/two", 2)):
 PROGRAMS["binding"] = (
     {"nodes": 3, "devices": 2, "visible": "0,1", "delay_ms": 1},
     """
-seen = dt.run(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.get_device_name(0)), node=[0, 1, 2], distributed=True)
+see = lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.get_device_name(0))
+seen = dt.run(see, node=[0, 1, 2], distributed=True)
 assert [tuple(one) for one in seen] == [(str(gpu), f"simcuda device {gpu}") for gpu in (0, 0, 1)], seen
 x = torch.randn(1 << 18)
 a = x.to("node:0")
