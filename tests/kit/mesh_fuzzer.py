@@ -679,7 +679,7 @@ class Chance:
                 options = {"by": self.random.randrange(-2, 4)}
             case "broadcast":
                 options = {"src": self.random.randrange(3)}
-        module = "dt" if what in ("all_reduce", "all_gather", "reduce_scatter", "broadcast") else "dt.collectives"
+        module = "dt" if what in ("all_reduce", "all_gather", "broadcast") else "dt.collectives"
         along = repr(over[0]) if len(over) == 1 else repr(over)
         given = ", ".join([name, *(f"{key}={value!r}" for key, value in options.items()), f"over={along}"])
         return what, name, over, options, f"{module}.{what}({given}"
