@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quick import inputs
 from wire_values import i64, of_type
 
-from disttensor.runtime.master.history import TEXT, to_keep
+from disttensor.runtime.master.history import BYTES, BYTES_PER_COMMAND, TEXT, to_keep
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.dtypes import DTYPES, IDS, NAMES
@@ -55,7 +55,9 @@ def test_commands_without_data_are_short_and_of_their_kind(kind: type, data: st.
     (kept,) = codec.decode_batch(to_keep(7, b"x" * 10_000, [long])).commands
     assert type(kept) is kind
     assert len(codec.encode(c.Batch(7, (kept,)))) < 4 * (4 * TEXT + 100)
-    assert codec.encode(c.Batch(7, (command,))) == to_keep(7, codec.encode(c.Batch(7, (command,))), [command])
+    message = codec.encode(c.Batch(7, (command,)))
+    is_short = len(message) <= BYTES + BYTES_PER_COMMAND  # a part of a graph that was drawn may be long by itself
+    assert (to_keep(7, message, [command]) == message) is is_short
 
 
 @pytest.mark.parametrize("kind", REPLIES, ids=lambda k: k.__name__)
