@@ -33,17 +33,6 @@ from disttensor.runtime.transport.tunnel import TunnelClient
 from disttensor.tasks import Endpoint
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "job.connection"
-
-
-@pytest.fixture
-def endpoint(nodes: object, file: Path) -> Iterator[Endpoint]:
-    with Endpoint(file) as made:
-        yield made
-
-
 def goes_on(endpoint: Endpoint, file: Path) -> None:
     with dt.tasks.connect(file) as client:
         client.send([1, torch.ones(3)])

@@ -25,17 +25,6 @@ LONG = 60.0
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "job.connection"
-
-
-@pytest.fixture
-def endpoint(nodes: object, file: Path) -> Iterator[Endpoint]:
-    with Endpoint(file) as made:
-        yield made
-
-
-@pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(12) as made:
         yield made

@@ -1,12 +1,14 @@
-"""The lane of `make unit`: what lies here starts no process and no session, so that it can run at every edit."""
+"""The lane of `make unit`, whose tests start no process and no session, so that they can run at every edit."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
+from fake_hub import FakeHub
 
 from disttensor.session import session
 
@@ -21,3 +23,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "fork", refuse)
     monkeypatch.setattr(session.Session, "__init__", refuse)
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    """A hub without nodes."""
+    made = FakeHub()
+    yield made
+    made.close()

@@ -58,13 +58,6 @@ class FakeLauncher(Launcher):
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    made = FakeHub()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def state(hub: FakeHub) -> Iterator[LinkState]:
     """Two nodes, both there."""
     made = LinkState(hub, 2)

@@ -113,13 +113,6 @@ class End:
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    made = FakeHub()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def clock() -> VirtualClock:
     return VirtualClock()
 

@@ -90,13 +90,6 @@ def test_who_is_given_a_clock_asks_nothing_else_for_the_time() -> None:
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
-    made = FakeHub()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def state(hub: FakeHub, clock: VirtualClock) -> Iterator[LinkState]:
     made = LinkState(hub, 2, clock=clock)
     for node in made.nodes:
