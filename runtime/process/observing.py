@@ -7,9 +7,9 @@
     node    applied   node/worker.py      the commands of a message have been applied, or given to streams
             commands  node/worker.py      the same of a single command
 
-Who comes to a point looks whether it has listeners, and makes the event only then. A look is three or four opcodes, per
-message and never per command: tests/transport/test_opcodes.py counts them, and what a listener costs. While somebody
-listens to ``commands``, a node applies each as a batch of its own.
+The code at a point looks whether the point has listeners, and makes the event only then. A look is three or four
+opcodes, per message and never per command: tests/transport/test_opcodes.py counts them, and what a listener costs.
+While somebody listens to ``commands``, a node applies each as a batch of its own.
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
 ``lost`` with the link's lock held. It must neither wait nor use tensors. Listeners come and go at any time; who adds or
