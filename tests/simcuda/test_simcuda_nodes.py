@@ -397,11 +397,12 @@ for total in there:
 
 PROGRAMS["meshes_by_nccl"] = (
     {"backend": "auto", "devices": 2, "visible": "0,1", "delay_ms": 1},
-    PROGRAMS["meshes"][1]
-    + """
+    """
+dt.all_reduce(torch.ones(1 << 10, device=dt.mesh(dp=2).device), over="dp")
 counts = dt.run(lambda: ctypes.CDLL(None).simcuda_communicators(), node=[0, 1], distributed=True)
 assert counts == [1, 1], "nothing went by NCCL"
-""",
+"""
+    + PROGRAMS["meshes"][1],
 )
 
 PROGRAMS["checkpoints"] = (
