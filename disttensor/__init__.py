@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         graphs as graphs,
         meshes as meshes,
         nn as nn,
+        seeing as seeing,
         session as session,
         streams as streams,
         tasks as tasks,
@@ -137,7 +138,7 @@ _BESIDE = (
 )
 
 #: Public modules that nothing here imports before they are asked for.
-_MODULES = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
+_MODULES = ("checkpoint", "factories", "nn", "seeing", "testing", "training", "verify", "views")
 
 
 if not TYPE_CHECKING:  # to type checkers any name would be there

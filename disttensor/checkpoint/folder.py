@@ -93,7 +93,7 @@ class Folder:
         for left in reversed(range(_TRIES)):
             self._made = self._disk.make_folder(str(self.path)) or self._made
             try:
-                return self._turn.take()
+                return self._turn.acquire()
             except FileNotFoundError:
                 if not left:
                     raise
@@ -228,7 +228,7 @@ class Folder:
             for name in self._disk.listdir(str(self.path)):
                 if _number_of(name) == self._number and (name.startswith(".s") or not keep):
                     self._remove(name)
-        self._turn.end()
+        self._turn.release()
         if self._made and not keep:
             with suppress(OSError):
                 self._disk.rmdir(str(self.path))

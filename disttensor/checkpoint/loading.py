@@ -163,7 +163,7 @@ class _Plan:
             for node, mine in arguments.items():
                 if node is not None:
                     calls.add(self._places[node], fn, *mine)
-            calls.begin(draws=False)
+            calls.begin_calls(draws=False)
             failed = []
             try:
                 fn(*arguments[None])

@@ -30,6 +30,7 @@ from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import FileItem, Shard, Written
 from ..runtime.process.gc_pause import no_collection
+from ..runtime.process.signals import wait_in_looks
 from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
 from ..session.places import MeshPlace, NodePlace
@@ -69,7 +70,7 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_r
     ``async_save`` has failed with, if nobody asked. What was at ``path`` is there unchanged then.
     """
     job = _Job(state_dict, path, check_replicas, "save")
-    job.begin(beside=False)
+    job.begin_writes(beside=False)
     job.end()
 
 
@@ -95,7 +96,7 @@ def async_save(
     saves = current.session().part(Saves)
     with saves.lock:
         job = _Job(state_dict, path, check_replicas, "async_save")
-        job.begin(beside=True)
+        job.begin_writes(beside=True)
         saving = saves.last = _Saving(job)
     return saving
 
@@ -138,7 +139,7 @@ class Saves:
         say = _SAYS
         for job in list(self.jobs):
             try:
-                while not job.over.wait(say):
+                while not wait_in_looks(job.over.wait, job.over.is_set, say):
                     _log.warning(
                         "the end of the session waits for the checkpoint %s, which is not written yet (saved at %s); "
                         "Ctrl-C gives it up, and leaves what was there before",
@@ -185,7 +186,7 @@ class _Saving(Work[None]):
 
     def wait_without_raising(self, timeout: float | None = None) -> None:
         """Waits for its end, for ``timeout`` seconds at most, and raises nothing for it."""
-        self._thread.join(timeout)
+        wait_in_looks(self._thread.join, lambda: not self._thread.is_alive(), timeout)
 
     def unasked(self) -> Exception | None:
         """Returns its error, once: the second call, and one after somebody has asked for it, returns None."""
@@ -194,7 +195,7 @@ class _Saving(Work[None]):
 
     def _await_end(self, timeout: float | None) -> None:
         if not self._ended.is_completed():  # else this may be its own thread, in a callback
-            self._thread.join(timeout)
+            self.wait_without_raising(timeout)
         if not self._ended.is_completed():
             raise TimeoutError(f"the {self._text} was not written within {timeout:g} s; it is still under way")
 
@@ -312,7 +313,7 @@ class _Job:
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, beside: bool) -> None:
+    def begin_writes(self, beside: bool) -> None:
         """Has the nodes begin, on a stream of its own if they are to write ``beside`` what comes next."""
         folder, claim, prefix = str(self.folder.path), self.folder.claim, self.folder.prefix
         calls = self._calls
@@ -324,7 +325,7 @@ class _Job:
                 written = self._items[n], self._values[n]
                 calls.add(self._places[n], files.save, folder, claim, prefix(n), *written, replicas, sizes)
             if not beside:
-                calls.begin(draws=False)
+                calls.begin_calls(draws=False)
                 return
             own = [x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x for x in self._values[None]]
             self._values[None] = own
@@ -333,7 +334,7 @@ class _Job:
                     lane = Stream(node, "cpu")
                     lane.wait_stream(current_stream(node))
                     streams.enter_context(stream(lane))
-                calls.begin(draws=False, holds=True)
+                calls.begin_calls(draws=False, holds=True)
         except BaseException:
             self._give_up()
             raise
@@ -367,7 +368,7 @@ class _Job:
                     now = "is written, and may not be on the disk yet"
                 error.add_note(f"  the checkpoint {self.folder.path} {now}")
             raise
-        self._drop()
+        self._unregister()
 
     def _write_own(self) -> Any:
         """Returns what ``write`` returns for the script's own part, or its error: nodes are writing meanwhile."""
@@ -416,9 +417,9 @@ class _Job:
             self._calls.__exit__()
         finally:
             self.folder.abort()
-            self._drop()
+            self._unregister()
 
-    def _drop(self) -> None:
+    def _unregister(self) -> None:
         self._calls.__exit__()
         if self in self._saves.jobs:
             self._saves.jobs.remove(self)

@@ -68,7 +68,7 @@ class Turn:
         self._descriptor: int | None = None  #: of the claim, while its lock is ours
         self._end_touching: Callable[[], None] = lambda: None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Takes the turn. Raises OSError: EBUSY, naming the one that has it; FileNotFoundError where the folder is not
         there."""
         seen: _Seen | None = None
@@ -79,7 +79,7 @@ class Turn:
         self._touch()  # it may have stood still since the claim was written
         self._end_touching = self._disk.repeat(TOUCH, self._touch)
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Gives the turn back, if it was taken. Twice is fine."""
         self._end_touching()
         has_it, self._has_it = self._has_it, False

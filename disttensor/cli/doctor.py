@@ -369,15 +369,15 @@ class _Trial:
             self._command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
         )
         try:
-            self._begin(self._first)
+            self._begin_step(self._first)
             for line in self._lines(process):
                 if line.startswith(BEGINS.encode()):
-                    self._begin(Step(**json.loads(line[len(BEGINS) :])))
+                    self._begin_step(Step(**json.loads(line[len(BEGINS) :])))
                     self.last = self._step.name
                 elif line.startswith(MARK.encode()):
                     yield CheckRow(**json.loads(line[len(MARK) :]))
                     if self.last:
-                        self._begin(self._first._replace(name=f"after {self.last}"))
+                        self._begin_step(self._first._replace(name=f"after {self.last}"))
         finally:
             stuck = not _over(process, 5.0 if self._ended else 0.1)
         if self._ended and process.returncode in (0, AGAIN):
@@ -392,7 +392,7 @@ class _Trial:
         said = (self._errors.decode(errors="replace").strip().splitlines() or ["it has said nothing"])[-1]
         yield CheckRow(self._step.name, WRONG, f"{what}: {said}", self._step.do)
 
-    def _begin(self, step: Step) -> None:
+    def _begin_step(self, step: Step) -> None:
         self._step, self._deadline = step, time.monotonic() + step.limit * self._times
 
     def _lines(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:

@@ -122,7 +122,7 @@ class _Asked:
             )
         return None
 
-    def tell(self, words: object) -> None:
+    def send_line(self, words: object) -> None:
         """Sends a line to the host."""
         with contextlib.suppress(OSError):  # it has ended: its answer tells that
             if self._process.stdin is not None:
@@ -230,7 +230,7 @@ def _try_doors(up: Sequence[_Asked], here: _Asked, addresses: dict[str, str], li
             address = addresses.get(other.found.host) or _way_to(addresses.get(each.found.host, LOOPBACK), listen)
             if other is not each and address:
                 doors.append((other.found.host, address, ports_of(other.found.told)))
-        each.tell(doors)
+        each.send_line(doors)
     deadline = time.monotonic() + 2 * REACH + len(up)
     for each in up:
         for name, why in (each.answer(deadline) or {}).items():

@@ -145,7 +145,7 @@ def _run_by_mpi(options: argparse.Namespace) -> int:
         return 1
     if not first:
         os.environ.update(options.env)
-        at_import.forget()
+        at_import.drop_awaited()
         from ..runtime.launch.starters.mpi_node import serve
 
         serve(world, options.output)

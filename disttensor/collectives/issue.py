@@ -17,7 +17,7 @@ from ..errors import late_warnings
 from ..errors.argument_checks import seconds_of
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, local_name
-from ..runtime.channel.base import Arrival, DataChannel, Transfer
+from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
 from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
@@ -27,6 +27,7 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.collective_kinds import KINDS
 from ..runtime.protocol.errors import NodeLost
+from ..runtime.protocol.rank_lists import group_list, rank_list
 from ..session.current import session as current_session
 from ..session.current import session_of
 from ..session.places import MeshPlace, one_session
@@ -74,12 +75,15 @@ class CollectiveCall:
     place: MeshPlace | None = None  #: the mesh, where it is over dims of one
     groups: tuple[tuple[int, ...], ...] = ()  #: the nodes of all groups along these dims, where there are several
 
-    def issue(self, session: Session, async_op: bool) -> CollectiveWork | None:
-        """Queues the commands of all nodes and returns at once: a Work if ``async_op``, else None.
+    def issue(self, session: Session, async_op: bool, checked: bool = False) -> CollectiveWork | None:
+        """Queues the commands of all nodes and returns at once: a Work if ``async_op``, else None. ``checked``: what
+        compares it with local torch's calls this.
 
         Raises NodeLost, ValueError for an algorithm that does not exist, GraphError for an asynchronous collective
         while a graph is recorded.
         """
+        if session.check is not None and not checked:
+            return session.check.collective(self, session, async_op)  # type: ignore[no-any-return]
         site = here(3)
         ended = self.queue(session, async_op, site)
         if not async_op:
@@ -95,7 +99,7 @@ class CollectiveCall:
         if self.transport is not None:
             check_transport(self.transport, self.kind)
         if late_warnings.pending:
-            late_warnings.give()
+            late_warnings.show_warnings()
         channel = self._channel(session, async_op) if session.router.rules or session.router.automatic else 0
         way, number = self._way(session.router.data[channel]), session.transfers.new_loose()
         nodes = self.group.nodes if self.place is None else self.place.ranks
@@ -105,13 +109,18 @@ class CollectiveCall:
         done = session.transfers.new_loose() if async_op else 0
         for node in nodes if async_op else ():
             session.link.check(session.nodes[node].outbox)
+            session.router.introduce(0, MASTER, node)
             ended.append((node, session.channel.irecv(_NOTHING, node, done)))
         hosts = () if self.groups else numbered(self.group.parts or hosts_of(session, self.group.nodes))
+        session.router.introduce_groups(
+            channel, self.kind, way, self.root, self.groups or (self.group.nodes,), hosts, self.transport is not None
+        )
+        ranks, sizes = group_list(self.groups or (self.group.nodes,))
         commands = [
             c.Collective(
                 kind=self.kind,
                 transfer=number,
-                ranks=self.group.nodes,
+                ranks=ranks,
                 inputs=tuple(map(_ref, part.inputs)),
                 outs=tuple(map(_ref, part.outs)),
                 lengths=tuple(tensor.numel() for tensor in (*part.inputs, *part.outs)),
@@ -122,11 +131,11 @@ class CollectiveCall:
                 base=way.base,
                 chunk=way.chunk,
                 carry=-1 if self.transport is None else codec.dtype_id(self.transport),
-                hosts=hosts,
+                hosts=rank_list(hosts),
                 done=done,
                 channel=channel,
                 shares=self.shares,
-                groups=self.groups,
+                sizes=sizes,
             )
             for part in self.parts
         ]
@@ -291,7 +300,7 @@ class CollectiveWork(Work[Any]):
         for node, transfer in self._ended:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                self._session.transfers.end(transfer, node, left)
+                self._session.transfers.wait_for_transfer(transfer, node, left)
             except NodeLost as error:
                 if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
                     error.add_note(note)

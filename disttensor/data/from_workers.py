@@ -53,7 +53,7 @@ class Placing:
             batch.whole(found)
             return tree_map(batch.copied, found, is_leaf=is_leaf)
         except BaseException:
-            batch.drop()
+            batch.free()
             raise
 
 
@@ -111,7 +111,7 @@ class _Batch:
         made: list[tuple[Segment, torch.Tensor]] = []
         try:
             for rank, each in enumerate(shapes):
-                made.append(self._pools.take(rank, each, dtype))
+                made.append(self._pools.take_segment(rank, each, dtype))
         except OSError:
             for segment, _ in made:
                 segment.state = FREE
@@ -119,7 +119,7 @@ class _Batch:
         self._taken += [segment for segment, _ in made]
         return _Filled([tensor for _, tensor in made], [segment for segment, _ in made], self._number)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Frees what the batch has taken: it does not come to be."""
         for segment in self._taken:
             segment.state = FREE
@@ -134,14 +134,14 @@ class _Filled(Parts):
 
     def __reduce__(self) -> Any:
         told = [(s.describe(), tuple(x.shape), x.dtype) for s, x in zip(self._segments, self.tensors, strict=True)]
-        return _adopted, (self._number, told)
+        return _adopt_batch, (self._number, told)
 
 
-def _adopted(number: int, told: list[tuple[bytes, tuple[int, ...], torch.dtype]]) -> Parts:
+def _adopt_batch(number: int, told: list[tuple[bytes, tuple[int, ...], torch.dtype]]) -> Parts:
     adoption = _adoptions.get(number)
     if adoption is None:
         raise RuntimeError("a worker's batch has come after the end of the loop that reads it")
-    return Parts([adoption.adopt(*one) for one in told])
+    return Parts([adoption.adopt_segment(*one) for one in told])
 
 
 @contextlib.contextmanager

@@ -49,19 +49,19 @@ class DatasetThere(Positions):
         loop = _Loop(ranks, _run(ranks, readers.begin_loop, *arguments))
         position = state["position"]
         try:
-            while any(told := loop.told()):
+            while any(told := loop.next_reports()):
                 position = self.after(position)
-                yield self._given(told, loop, position)  # no name here keeps the batch alive
+                yield self._issue_batch(told, loop, position)  # no name here keeps the batch alive
         except (Exception, KeyboardInterrupt):
             loop.cancel()
             raise
         finally:
             loop.end()
 
-    def _given(self, told: Sequence[Any], loop: _Loop, position: int) -> list[Any]:
+    def _issue_batch(self, told: Sequence[Any], loop: _Loop, position: int) -> list[Any]:
         """Has the nodes give a batch. Returns what has changed, and the batch."""
         made, outs = self._made(told)
-        loop.take([one is not None for one in told], [False] * len(told), outs)
+        loop.take_batches([one is not None for one in told], [False] * len(told), outs)
         real = [0 if one is None else one[1] for one in told]
         return [{"position": position, "counts": self._by_rank(real)}, *made]
 
@@ -134,7 +134,7 @@ def _run(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> list[Any]:
         with Calls(ranks.session, here(3)) as calls:
             for i, place in enumerate(targets.places):
                 calls.add(place, fn, *(x.values[i] if isinstance(x, Each) else x for x in args))
-            calls.begin(draws=False)
+            calls.begin_calls(draws=False)
             found = calls.outcomes()
     except NodeLost as error:  # before any of them has begun
         raise targets.located(error, error.rank) from None
@@ -154,19 +154,19 @@ class _Loop:
         self._known: list[deque[Any]] = [deque() for _ in tokens]  #: what each node has told of its next batches
         self._asked: deque[Issued] = deque()
 
-    def take(self, give: list[bool], wait: list[bool], outs: Sequence[tuple[int, ...]]) -> None:
+    def take_batches(self, give: list[bool], wait: list[bool], outs: Sequence[tuple[int, ...]]) -> None:
         """Has each node give the oldest batch, if it is to, and tell of later ones."""
         session, targets = self._ranks.session, Targets(self._ranks.session, self._ranks.targets)
         arguments = (Each(self._tokens), Each(give), Each(wait))
         self._asked.append(Issued(session, targets, readers.take_batch, arguments, outs, here()))
 
-    def told(self) -> list[Any]:
+    def next_reports(self) -> list[Any]:
         """Returns what the nodes have told of the next batch, each of its own. Waits until all have. Raises the error
         for which one could not read it."""
         while not all(self._known):
             if not self._asked:
                 none = [False] * len(self._tokens)
-                self.take(none, [not known for known in self._known], [()] * len(self._tokens))
+                self.take_batches(none, [not known for known in self._known], [()] * len(self._tokens))
             for known, told in zip(self._known, self._asked.popleft().results(), strict=True):
                 known += _checked(told)
         if any(known[0] is False for known in self._known):

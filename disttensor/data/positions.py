@@ -32,7 +32,7 @@ class Positions:
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError(f"a loader of an IterableDataset ({type(self.dataset).__name__}) has no length")
-        return -(-self._plan.end(self.size) // self._plan.batch)
+        return -(-self._plan.end_position(self.size) // self._plan.batch)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for a state of another order of samples."""

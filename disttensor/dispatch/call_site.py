@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 from ..proxy.meta import sites_by
 from ..runtime.master.failures import Site
+from ..session import waits
 
 _HERE = os.path.abspath(sys.modules["disttensor"].__path__[0]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -44,4 +45,15 @@ def here(depth: int = 2) -> Site | None:
     return None
 
 
+def site_of_thread(thread: int) -> Site | None:
+    """Returns the site of the user's innermost frame in another thread, by its identifier."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        if id(frame.f_code) in users or (id(frame.f_code) not in _others and _is_users(frame.f_code)):
+            return (frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    return None
+
+
 sites_by(here)
+waits.sites_by(here)

@@ -98,6 +98,7 @@ def spread(meta: Meta, members: Sequence[NodePlace], ref: int) -> None:
     have = 1
     while have < len(members):
         for source, target in zip(members, members[have : 2 * have], strict=False):
+            session.router.introduce(channel, source.node, target.node)
             transfer = session.transfers.new()
             recv = c.Recv(transfer, ref, source.node, meta.shape, dtype, target.name, channel)
             commands += [
@@ -156,7 +157,7 @@ def _fetch_agreed(tensor: DistributedTensor, place: MeshPlace, ref: int) -> torc
         except PoisonedError as e:
             causes.append(c.Poisoned(0, e.rank, e.seq))
         except Exception:
-            transfers.end(arrival, member.node)  # raises what broke it
+            transfers.wait_for_transfer(arrival, member.node)  # raises what broke it
             raise
     session.questions.raise_failures(place, causes)
     agreed_bytes(place, [arrival.tensor for arrival in arrivals])
@@ -198,6 +199,7 @@ def _pass(tensor: DistributedTensor, place: NodePlace, out: int) -> None:
         channel = session.router.choose("send", device, nbytes, (source.node, place.node))
     shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
     site = here()
+    session.router.introduce(channel, source.node, place.node)
     session.link.sender.together(
         [
             (source.node, c.Send(transfer, ref, place.node, channel), site),

@@ -35,7 +35,7 @@ from .inplace_and_multi import check_write, first, rare
 from .lazy_views import materialise
 from .left_here import left_here
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, OpEntry, Plan
-from .op_table import enter, entries, handles, ordinary
+from .op_table import enter, enter_front, entries, front, handles, ordinary, surrounded
 
 _EMPTY: dict[str, Any] = {}
 _NOTHING = type(None)
@@ -49,7 +49,7 @@ as_torch_came: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-def
 def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Issues an operation. It is ``DistributedTensor.__torch_dispatch__``, a static method because torch would have a
     bound method made for each call."""
-    entry = entries.get(id(func)) or enter(func)
+    entry = front.get(id(func)) or enter_front(func)
     if entry.handler is not None:
         return entry.handler(entry, args, kwargs or _EMPTY)
     if not kwargs and type(args[0]) is DistributedTensor:
@@ -65,6 +65,23 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: A
             if plan is not None:
                 return issue(plan, a._h, b)
     return run(entry, args, kwargs or _EMPTY, None)
+
+
+def part(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Issues an operation that is a part of another one, past what surrounds operations."""
+    return handle(entries.get(id(func)) or enter(func), args, kwargs or _EMPTY)
+
+
+def handle(entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Issues an operation, past what surrounds operations: as ``dispatch``, which has this written out."""
+    if entry.handler is not None:
+        return entry.handler(entry, args, kwargs)
+    if not kwargs and type(args[0]) is DistributedTensor and len(args) <= 2:
+        b: Any = args[1] if len(args) == 2 else None
+        plan = entry.quick.get((args[0]._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
+        if plan is not None:
+            return issue(plan, args[0]._h, b)
+    return run(entry, args, kwargs, None)
 
 
 #: Invariant 2: the command that writes a ref is appended before anyone can see the ref.
@@ -177,9 +194,14 @@ def remember(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
         return
     b: Any = args[1] if len(args) == 2 else None
     if type(b) is DistributedTensor:
-        entry.store(entry.quick, (args[0]._h.meta, b._h.meta), plan)
+        key: tuple[Any, Any] = (args[0]._h.meta, b._h.meta)
     elif b is None or (type(b) in (float, int) and entry.kinds[1] <= NUMBER):
-        entry.store(entry.quick, (args[0]._h.meta, type(b)), plan)
+        key = (args[0]._h.meta, type(b))
+    else:
+        return
+    entry.store(entry.quick, key, plan)
+    if not surrounded():
+        entry.store(entry.shortcuts, key, plan)
 
 
 def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> bool:

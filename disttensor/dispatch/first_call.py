@@ -17,6 +17,7 @@ from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .inplace_and_multi import may_share
 from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, OpEntry, Plan
+from .rehearsal import rehearsed
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -143,7 +144,7 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     site = here()
     in_place = entry.mutable and bool(entry.returned or not entry.op._schema.returns)
     recorded = route.get().recorder is not None
-    lie = None if recorded or (in_place and not entry.out) else lying(entry, args, kwargs, place)
+    lie = None if in_place and (recorded or not entry.out) else lying(entry, args, kwargs, place)
     known, refused = True, False
     try:
         result = meta_inference.infer(entry.op, args_in, kwargs_in)
@@ -152,21 +153,23 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
         # only mean that the shape depends on the data
-        taken = lie is None and entry.tried and not recorded and trial.is_taken(entry.op, args, kwargs)
-        if lie is None and not taken and (entry.torchs or in_place):
+        asks = not recorded and (lie is not None or (entry.tried and trial.is_taken(entry.op, args, kwargs)))
+        if not asks and (entry.torchs or in_place):
             raise
         refused = True
     # the node is asked outside of the handlers: its error is shown alone, and not behind the meta kernel's
     if refused and in_place:
         return _written(entry, args, kwargs, place, call, out, site)
     if refused or not (known or in_place):
+        if recorded and not refused and (metas := rehearsed(entry, args, kwargs)) is not None:
+            return _finish(entry, args, kwargs, place, metas, site)
         return _asked(entry, args, kwargs, place, call, out, site)
     if in_place:
         reshaped = _reshaped(entry, args, kwargs, fresh)
         believed = lie is None or entry.right.get(lie)
         asked = entry.out and not recorded and (not known or reshaped or not believed)
         doubt, warned = _try(entry, args, kwargs, place, None)
-        if asked or (doubt is not None and not reshaped):
+        if asked or (doubt is not None and not recorded and not reshaped):
             each = _warn_now(entry, args, kwargs, warned)
             plan, result = _written(entry, args, kwargs, place, call, out, site, warned is not None)
             right = known and plan is not None and plan.shapes == reshaped
@@ -183,6 +186,11 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     # not all results are tensors: attention returns sizes, too
     metas = tree_map(lambda t: meta_like(t, place) if isinstance(t, torch.Tensor) else t, result)
     doubt, warned = _try(entry, args, kwargs, place, metas)
+    if recorded:
+        if doubt is not None or (lie is not None and entry.right.get(lie) is not True):
+            told = rehearsed(entry, args, kwargs)
+            metas = metas if told is None else told
+        lie = doubt = None
     if lie is not None and entry.right.get(lie) is not True:
         each = _warn_now(entry, args, kwargs, warned)
         plan, result = _asked(entry, args, kwargs, place, call, out, site, None, warned is not None)
@@ -219,8 +227,7 @@ def _warning(plan: Plan, warned: int | None, each: bool, site: Any, first: bool 
 
 def _try(entry: OpEntry, args: Any, kwargs: Any, place: Place, taken: Any) -> tuple[Any, int | None]:
     """Tries a call here. Returns a key of ``entry.right`` if the node is to be asked what it does, because the trial is
-    not sure of it, else None (also while a graph is recorded, when nobody can be asked); and the value with which a
-    kernel has warned, else None.
+    not sure of it, else None; and the value with which a kernel has warned, else None.
 
     Where a node has done such a call as the meta kernel says, others of the same dtypes are not doubted.
     """
@@ -229,8 +236,7 @@ def _try(entry: OpEntry, args: Any, kwargs: Any, place: Place, taken: Any) -> tu
     leaves = tree_leaves((args, kwargs))
     key = ("tried", place.is_cuda(), *(v.dtype if isinstance(v, torch.Tensor) else type(v) for v in leaves))
     found = trial.tried(entry.op, args, kwargs, taken)
-    doubtful = found.doubtful and key not in entry.right and route.get().recorder is None
-    return key if doubtful else None, found.warned
+    return key if found.doubtful and key not in entry.right else None, found.warned
 
 
 def lying(entry: OpEntry, args: Any, kwargs: Any, place: Place) -> Any:

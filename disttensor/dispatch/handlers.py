@@ -18,7 +18,7 @@ from ..session.places import MeshPlace, Place
 from . import copies, meta_inference, seen_at
 from .asking import make_room
 from .copies import copy_strides, fetch, fill, move, upload
-from .dispatch import dispatch, run
+from .dispatch import part, run
 from .first_call import check_masks, refuse_layout
 from .op_plan import VIEW, OpEntry, Plan
 from .op_table import enter, handler
@@ -199,7 +199,7 @@ def lazy_factory(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     made = proxy(Lazy(0, plan.shapes, None, plan, ()))
     recorder = route.get().recorder
     if recorder is not None:
-        recorder.begin(made._h)
+        recorder.add_empty(made._h)
     return made
 
 
@@ -303,10 +303,10 @@ def dropout(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     source, p, train = args[0], args[1], args[2] if len(args) > 2 else None
     if kernel_choice.dropout(source._place.record, p, train) == "fused":
         return run(entry, args, kwargs, None)
-    noise = dispatch(aten.empty_like.default, (), (source,))
+    noise = part(aten.empty_like.default, (), (source,))
     noise = run(enter(aten.bernoulli_.float), (noise, 1 - p), {}, None)  # p is known to be one
-    noise = dispatch(aten.div_.Tensor, (), (noise, 1 - p))
-    return dispatch(aten.mul.Tensor, (), (source, noise)), noise
+    noise = part(aten.div_.Tensor, (), (noise, 1 - p))
+    return part(aten.mul.Tensor, (), (source, noise)), noise
 
 
 handler(aten.native_dropout.default)(dropout)
@@ -317,4 +317,4 @@ def _dropout_backward(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     grad, mask = args[0], args[1]
     if mask.dtype == torch.bool:
         return run(entry, args, kwargs, None)
-    return dispatch(aten.mul.Tensor, (), (grad, mask))
+    return part(aten.mul.Tensor, (), (grad, mask))

@@ -37,7 +37,7 @@ _NOTHING = type(None)
 
 
 def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
-    quick = enter(op).quick
+    quick = enter(op).shortcuts
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and type(self) is DistributedTensor:
@@ -56,7 +56,7 @@ def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
-    quick = enter(op).quick
+    quick = enter(op).shortcuts
 
     def method(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and type(self) is DistributedTensor:

@@ -89,6 +89,7 @@ class OpEntry:
         "quick",
         "returned",
         "right",
+        "shortcuts",
         "single",
         "torchs",
         "tried",
@@ -132,6 +133,8 @@ class OpEntry:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         #: (meta, meta), (meta, float), (meta, int) or (meta, NoneType) -> plan, for the fast path of `dispatch`
         self.quick: dict[tuple[Any, Any], Plan] = {}
+        #: the same, for methods that pass ``dispatch`` by (method_shortcuts.py); empty while something surrounds that
+        self.shortcuts: dict[tuple[Any, Any], Plan] = {}
         #: whether it returns tensors only, and no lists of them
         self.single = all(str(r.type) == "Tensor" for r in schema.returns)
         #: whether its meta kernel was right, by layout of the operands (`lying` in first_call.py)
@@ -142,16 +145,17 @@ class OpEntry:
     def store(self, table: dict[Any, Any], key: Any, known: Plan | bool) -> None:
         """Adds an entry to one of this operator's tables. A full table is emptied first, with the others."""
         if len(table) >= MAX_PLANS:
-            self.forget()
+            self.drop_plans()
         if isinstance(known, Plan):
             caches.keep(table, key, known, known.place)
         else:
             table[key] = known
 
-    def forget(self) -> None:
+    def drop_plans(self) -> None:
         """Drops all plans, and the findings about the meta kernel."""
         self.plans.clear()
         self.quick.clear()
+        self.shortcuts.clear()
         self.right.clear()
 
     def _composite(self) -> bool:

@@ -64,7 +64,7 @@ def put(place: Place, state: torch.Tensor) -> None:
     request = link.requests.new_to_all(place.outbox)
     with place.session.places.turn(place):
         place.outbox.add(c.Random(request.id, place.name, state.numpy().tobytes()), here())
-    link.requests.drop(request)
+    link.requests.withdraw(request)
 
 
 def put_each(place: Place, states: Sequence[bytes], site: Site | None) -> None:
@@ -75,7 +75,7 @@ def put_each(place: Place, states: Sequence[bytes], site: Site | None) -> None:
         for member, state in zip(place.members, states, strict=True):
             request = link.requests.new_to_all(member.outbox)
             member.outbox.add(c.Random(request.id, member.name, state), site)
-            link.requests.drop(request)
+            link.requests.withdraw(request)
 
 
 class NodeGenerator(torch._C.Generator):

@@ -33,7 +33,8 @@ _UNTRIED = (
     "aten::cholesky", "aten::triangular_solve", "aten::ctc_", "aten::_ctc_", "aten::embedding_bag",
     "aten::_embedding_bag", "aten::segment_reduce", "aten::_segment_reduce", "aten::mkldnn", "aten::_mkldnn",
     "aten::_fft", "aten::fbgemm", "aten::_nested", "aten::_transform", "aten::_sparse", "aten::sparse", "aten::_thnn",
-    "aten::lstm", "aten::gru", "aten::rnn_", "aten::empty", "aten::new_empty", "aten::resize", "aten::set_",
+    "aten::lstm", "aten::gru", "aten::rnn_", "aten::empty.", "aten::empty_strided", "aten::empty_permuted",
+    "aten::empty_quantized", "aten::new_empty", "aten::resize", "aten::set_",
     "aten::_native_multi_head", "aten::_transformer_encoder", "aten::_scaled_dot",
 )  # fmt: skip
 #: The bytes, at most, of memory in which operands are laid that overlap.
@@ -134,7 +135,7 @@ def refusal_of_overlap(op: OpOverload, args: Any, kwargs: Any, root: Callable[[A
     extents: dict[int, int] = {}
     for t in tree_leaves((args, kwargs)):
         if isinstance(t, DistributedTensor):
-            extents[root(t)] = max(extents.get(root(t), 0), _end(t._h.meta) * t.dtype.itemsize)
+            extents[root(t)] = max(extents.get(root(t), 0), end_of_memory(t._h.meta) * t.dtype.itemsize)
     if sum(extents.values()) > _LARGE:
         return None
     # nothing touches this memory where the kernel refuses; indices have memory of their own, which is of zeros
@@ -164,11 +165,12 @@ def overlap(a: Meta, b: Meta) -> bool:
     """Returns whether two tensors in the same memory have elements in common, as far as torch looks: dense ones."""
     if any(m.numel == 0 or not torch._prims_common.is_non_overlapping_and_dense_or_false(m.stand_in) for m in (a, b)):
         return False
-    ranges = [(m.offset * m.dtype.itemsize, _end(m) * m.dtype.itemsize) for m in (a, b)]
+    ranges = [(m.offset * m.dtype.itemsize, end_of_memory(m) * m.dtype.itemsize) for m in (a, b)]
     return ranges[0][0] < ranges[1][1] and ranges[1][0] < ranges[0][1]
 
 
-def _end(meta: Meta) -> int:
+def end_of_memory(meta: Meta) -> int:
+    """Returns how many elements the memory has up to a tensor's last one."""
     if not meta.numel:
         return meta.offset
     return meta.offset + 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
@@ -190,13 +192,13 @@ def _run(op: OpOverload, args: Any, kwargs: Any, sizes: dict[int, int], value: i
 def _tensor(meta: Meta, sizes: dict[int, int], value: int, device: str) -> torch.Tensor:
     """Returns a tensor with the geometry of ``meta``, or with its sizes replaced, in the same order in memory."""
     shape = tuple(sizes.get(n, n) for n in meta.shape)
-    if sizes or _end(meta) > _MOST:
+    if sizes or end_of_memory(meta) > _MOST:
         order = sorted(range(len(shape)), key=lambda i: -meta.stride[i])
         steps = dict(zip(order, contiguous(tuple(shape[i] if meta.stride[i] else 1 for i in order)), strict=True))
         stride = tuple(steps[i] if meta.stride[i] else 0 for i in range(len(shape)))
         made = quietly("empty_strided", shape, stride, dtype=meta.dtype, device=device).fill_(value)
     else:
-        memory = quietly("full", (_end(meta),), value, dtype=meta.dtype, device=device)
+        memory = quietly("full", (end_of_memory(meta),), value, dtype=meta.dtype, device=device)
         made = memory.as_strided(shape, meta.stride, meta.offset)
     return set_bits(made, meta.bits) if any(meta.bits) else made
 

@@ -1,8 +1,8 @@
 """Warnings that are found after the line that caused them: by a finalizer, or by a node.
 
-They wait here for the next call that may raise: a collective, a wait, or the end of the session (``give``). There they
-are warnings at the line that caused them, by the filters of that moment, so that an error that a filter makes of one is
-raised in the thread whose line it was, between two commands.
+They wait here for the next call that may raise: a collective, a wait, or the end of the session (``show_warnings``).
+There they are warnings at the line that caused them, by the filters of that moment, so that an error that a filter
+makes of one is raised in the thread whose line it was, between two commands.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ pending: deque[Late] = deque(maxlen=_MOST)
 
 
 def warn_later(text: str, site: Site, category: type[Warning] = UserWarning, thread: int = 0) -> None:
-    """Keeps a warning for the next ``give`` of ``thread``, or of any."""
+    """Keeps a warning for the next ``show_warnings`` of ``thread``, or of any."""
     pending.append(Late(text, category, site, thread))
 
 
-def take(told: c.Warned, rank: int, site: Site | None) -> None:
+def keep_warning(told: c.Warned, rank: int, site: Site | None) -> None:
     """Takes a warning of the node ``rank``. One of a replay is at the line of that, and names the recorded one."""
     text, at = told.text[:_LONGEST], position(told.seq)[1]
     if isinstance(site, Replayed) and 0 <= at < len(recorded := site.recorded.get(rank, ())):
@@ -61,7 +61,7 @@ def take(told: c.Warned, rank: int, site: Site | None) -> None:
         pending.append(Late(text, told.kind, site, 0, told.module))
 
 
-def give(everything: bool = False) -> None:
+def show_warnings(everything: bool = False) -> None:
     """Gives the warnings that wait for this thread, or all that wait. Raises what a filter makes an error; those behind
     it go on waiting."""
     mine = threading.get_ident()

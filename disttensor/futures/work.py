@@ -132,7 +132,7 @@ class Work(NotYet, Generic[T_co]):
         self._session.transfers.wait(self._transfer, self._node, timeout)
 
     def _end(self, timeout: float | None) -> None:
-        self._session.transfers.end(self._transfer, self._node, timeout)
+        self._session.transfers.wait_for_transfer(self._transfer, self._node, timeout)
 
     def _value(self) -> T_co:
         return self._transfer.tensor  # type: ignore[attr-defined, no-any-return]
@@ -195,7 +195,7 @@ class UnderWay(Generic[W]):
 
     def add(self, work: W) -> None:
         self._left[work] = None
-        when_done(work._transfer, partial(self._end, work))
+        when_done(work._transfer, partial(self._mark_ended, work))
 
     def next(self, deadline: float | None = None) -> W:
         """Waits for the next work to end, well or not, and returns it. Raises TimeoutError at ``deadline``."""
@@ -207,7 +207,7 @@ class UnderWay(Generic[W]):
                 del self._left[work]
                 return work
 
-    def _end(self, work: W) -> None:  # called in any thread
+    def _mark_ended(self, work: W) -> None:  # called in any thread
         self._ended.append(work)
         for request in self._waiting:
             request.resolve()

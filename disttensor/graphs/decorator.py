@@ -86,7 +86,7 @@ class Graphed(Generic[P, R]):
             self._entries[key] = _Entry(kept)
             return self._function(*args, **kwargs)
         self._entries.move_to_end(key)
-        entry.numbers = [leaf for leaf in leaves if type(leaf) is float]
+        entry.numbers[:] = [leaf for leaf in leaves if type(leaf) is float]
         if entry.graph is None:
             self._record(entry, leaves, spec)
             if self._verify:
@@ -120,9 +120,9 @@ class Graphed(Generic[P, R]):
         block = graph(g, engine=self._engine)
         block.inputs = inputs
         with block:
-            tape = g.recording.tape
+            tape, now = g.recording.tape, entry.numbers  # not the entry, which has the graph: a circle
             for k, i in enumerate(entry.floats):
-                stands[i] = tape.root(leaves[i], lambda k=k: entry.numbers[k])  # type: ignore[misc]
+                stands[i] = tape.root(leaves[i], lambda k=k: now[k])  # type: ignore[misc]
             numbers = [stands[i] for i in entry.floats]
             args, kwargs = tree_unflatten(stands, spec)
             results, entry.spec = tree_flatten(self._function(*args, **kwargs))

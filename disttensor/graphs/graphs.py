@@ -70,7 +70,8 @@ class Graph:
                 "numbers are declared in the graph's own block: with dt.graph(g): lr = g.number('lr', 0.1)"
             )
         self._declared[name] = float(value)
-        number = self._recording.tape.root(float(value), lambda: self._declared[name])
+        declared = self._declared  # not the graph, which would live until the collector finds it in a circle
+        number = self._recording.tape.root(float(value), lambda: declared[name])
         self._marked.append((name, number))
         return number
 
@@ -171,6 +172,7 @@ class Graph:
         self._marked.clear()
         if recorder is not None:
             for log in recorder.logs.values():
+                log.node.standing.pop(("graph", recorder.id), None)
                 log.node.outbox.queue += (c.Discard(recorder.id), None)
                 log.release_later(log.external)
 
@@ -224,7 +226,7 @@ class graph:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recorder = self._end(error)
+        recorder = self._end_recording(error)
         if error is not None:
             return
         for name in self._graph.unreached():
@@ -237,7 +239,7 @@ class graph:
             recorder.session.link.sender.flush(log.node.outbox)
 
     @uninterrupted
-    def _end(self, error: BaseException | None) -> GraphRecorder:
+    def _end_recording(self, error: BaseException | None) -> GraphRecorder:
         recorder = self._graph.recording
         assert self._token is not None
         route.reset(self._token)
@@ -245,7 +247,7 @@ class graph:
         for outbox in self._routed:
             outbox.add_route(-1)
         if error is not None:
-            recorder.drop()
+            recorder.discard_recording()
         else:
             recorder.finish(self.returned, self._engine)
             self._graph._recorded, self._graph._numbers = recorder, recorder.tape.compiled()

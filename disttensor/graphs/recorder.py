@@ -63,9 +63,9 @@ class Log:
         self.sites.append(site)
         self.numbers.append({} if numbers is None else numbers)
 
-    def hold(self, ref: int) -> None:
+    def hold_ref(self, ref: int) -> None:
         for queue in self.queues:
-            queue.hold(ref)
+            queue.hold_ref(ref)
 
     def release(self, refs: Iterable[int], made: bool = True) -> None:
         for queue in self.queues:
@@ -123,7 +123,7 @@ class GraphRecorder:
 
     # ---- while recording -------------------------------------------------------------------------------------------
 
-    def begin(self, handle: Any) -> None:
+    def add_empty(self, handle: Any) -> None:
         self._empties[id(handle)] = handle
 
     def made(self, handle: Any) -> bool:
@@ -219,17 +219,17 @@ class GraphRecorder:
     def _use(self, log: Log, ref: int) -> None:
         if ref not in log.made and ref not in log.external and ref not in log.constants and ref not in self.inputs:
             log.external[ref] = None
-            log.hold(ref)
+            log.hold_ref(ref)
 
     def _make(self, log: Log, ref: int) -> None:
         log.made[ref] = None
-        log.hold(ref)
+        log.hold_ref(ref)
 
     def _constant(self, log: Log, command: c.Recv, site: Site | None) -> None:
         """Sends an upload now, once, under another ref because the program may write the recorded one."""
         hidden = new_ref()
         log.constants[command.out] = hidden
-        log.hold(command.out)
+        log.hold_ref(command.out)
         log.node.outbox.put(replace(command, out=hidden), site)
 
     @uninterrupted
@@ -256,7 +256,7 @@ class GraphRecorder:
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
-    def drop(self) -> None:
+    def discard_recording(self) -> None:
         """Forgets everything, after a recording that has failed."""
         self.steps.restore()
         self._empties.clear()
@@ -280,14 +280,23 @@ class GraphRecorder:
             self.sites[rank] = log.sites
             held = list(log.made)
             outputs = tuple(log.still_referenced(held))
+            commands: list[c.Command] = []
             for part in _parts(log.commands):
                 numbers = tuple((i - part[0], a, n) for i in part for a, n in log.numbers[i].items())
-                self._queue(box, c.GraphPart(self.id, tuple(log.commands[i] for i in part), numbers))
+                commands.append(c.GraphPart(self.id, tuple(log.commands[i] for i in part), numbers))
             inputs, mine = [
                 tuple(ref if rank in place.ranks else 0 for ref, place in refs.items())
                 for refs in (self.inputs, returned)
             ]
-            self._queue(box, c.EndGraph(self.id, inputs, outputs, mine, engine))
+            commands.append(c.EndGraph(self.id, inputs, outputs, mine, engine))
+            used = {command.template for command in log.commands if isinstance(command, c.Call)}
+            with log.node.lock:
+                log.node.standing["graph", self.id] = (
+                    *filter(None, map(log.node.defined.get, sorted(used))),
+                    *commands,
+                )
+                for command in commands:
+                    self._queue(box, command)
             alive = set(outputs)
             log.release([r for r in held if r in alive])
             log.release([r for r in held if r not in alive], made=False)
@@ -311,7 +320,7 @@ class GraphRecorder:
         alias = log.node.define("aten::alias", (c.Hole(True),), (), 1, None)
         for ref, hidden in log.constants.items():
             log.external[hidden] = None
-            log.hold(hidden)
+            log.hold_ref(hidden)
             box.dead.append(hidden)  # only the graph uses it
             if ref in touched:
                 log.commands.insert(0, c.Call(clone, ref, (ref - hidden,)))

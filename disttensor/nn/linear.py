@@ -20,7 +20,7 @@ class _Linear(Sharded):
     in_features: int
     out_features: int
 
-    def _take(self, plain: nn.Linear, cut: Cut) -> None:
+    def _init_from(self, plain: nn.Linear, cut: Cut) -> None:
         Sharded.__init__(self, plain, cut)
         self.in_features, self.out_features = plain.in_features, plain.out_features
 
@@ -80,7 +80,7 @@ class ColumnParallelLinear(_Linear):
         self._build(nn.Linear(in_features, out_features, bias, device="cpu", dtype=dtype), cut, gather_output)
 
     def _build(self, plain: nn.Linear, cut: Cut, gather_output: bool) -> None:
-        self._take(plain, cut)
+        self._init_from(plain, cut)
         self.out_features_per_rank = cut.share
         self.gather_output = gather_output
 
@@ -157,7 +157,7 @@ class RowParallelLinear(_Linear):
         self._build(nn.Linear(in_features, out_features, bias, device="cpu", dtype=dtype), cut, input_is_parallel)
 
     def _build(self, plain: nn.Linear, cut: Cut, input_is_parallel: bool) -> None:
-        self._take(plain, cut)
+        self._init_from(plain, cut)
         self.in_features_per_rank = cut.share
         self.input_is_parallel = input_is_parallel
 

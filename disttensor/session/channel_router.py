@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 
 from ..runtime.channel import get_channel, name_for_nodes
 from ..runtime.channel.base import MASTER, Capabilities, DataChannel, Protection
@@ -20,11 +21,13 @@ from ..runtime.channel.cipher import no_cipher
 from ..runtime.channel.opened import Channels
 from ..runtime.channel.registry import usable_channel, why_unusable
 from ..runtime.collective import Way
+from ..runtime.collective.pairs import pairs
 from ..runtime.host.interfaces import is_loopback
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
 from ..runtime.master.node import Node
 from ..runtime.master.requests import Request
+from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.arguments import Addresses
 from ..runtime.protocol.collective_kinds import ALGORITHMS
@@ -33,6 +36,9 @@ from ..runtime.protocol.keys import pair_key
 from .places import NodePlace, Place, R
 
 _log = logging.getLogger("disttensor")
+
+#: The most groups of which the router keeps in mind that their pairs know each other.
+_GROUPS = 4096
 
 #: The copies: from master to node, back, and between nodes.
 COPIES = ("upload", "download", "send")
@@ -111,6 +117,10 @@ class ChannelRouter:
         self._threads, self._failure = threads, failure
         self._attempts: dict[str, int] = {}
         self._own: dict[int, Addresses] = {}  #: the master's addresses, by the channel's number
+        #: pairs that have been told of each other: the channel's number, the lower rank, the higher one
+        self._introduced: set[tuple[int, int, int]] = set()
+        self._former: set[tuple[int, int, int]] = set()  #: pairs that were, of nodes in whose places others have come
+        self._groups: set[tuple[object, ...]] = set()  #: the groups of collectives whose pairs have been
         self._lock = threading.RLock()
         self._unusable: dict[str, str] = {}
         self._best: int | None = None  #: the number of the channel BEST, 0 if it can't be used
@@ -195,25 +205,94 @@ class ChannelRouter:
             len(node.devices) > 1 and not node.hello.simulated for node in self._link.nodes
         )
 
-    def exchange_addresses(self, number: int, come: Mapping[int, Addresses], master: Addresses) -> None:
-        """Tells everybody who has channel ``number`` the addresses of the nodes in ``come``, and these nodes
-        everybody's.
+    def take_addresses(self, number: int, come: Mapping[int, Addresses], master: Addresses) -> None:
+        """Notes the addresses of nodes (by rank) and of the master in channel ``number``. Nobody is told of them yet:
+        see ``introduce``."""
+        self._own.setdefault(number, master)
+        for rank, addresses in come.items():
+            self._link.nodes[rank].connection.addresses[number] = addresses
 
-        ``come``: addresses by rank. ``master``: the master's own address.
+    # ---- introductions -----------------------------------------------------------------------------------------------
+
+    def introduce(self, channel: int, a: int, b: int) -> bool:
+        """Has two peers know each other in a channel, unless they do. To be called before commands are queued by which
+        they exchange messages.
+
+        Each is told the other's addresses and their key by a command, in its turn: so this costs two commands at a
+        pair's first use, and nothing is waited for. One that is called by a peer of which it has not heard lets it
+        wait. Returns whether they can be: False where a node was lost before it had the channel, as its users learn.
         """
-        job, nodes = self._job, self._link.nodes
-        for rank, address in come.items():
-            self._channels.connect(number, rank, address, pair_key(self._secret, job, MASTER, rank))
-            nodes[rank].addresses[number] = address
-        has_it = [node for node in nodes if node.lost is None and number in node.addresses]
-        there = {MASTER: self._own.setdefault(number, master)} | {node.rank: node.addresses[number] for node in has_it}
-        for one in has_it:
-            for other, address in there.items():
-                if one.rank != other and (one.rank in come or other in come):
-                    one.outbox.add(c.Peer(other, address, pair_key(self._secret, job, one.rank, other), number))
+        pair = (channel, a, b) if a < b else (channel, b, a)
+        return pair in self._introduced or self._introduce(*pair)
+
+    def introduce_all(self, channel: int, ranks: Sequence[int]) -> None:
+        """Has all pairs of these peers know each other in a channel."""
+        if (group := (channel, ranks)) not in self._groups:
+            self._note_group(group, [self.introduce(channel, a, b) for a, b in combinations(ranks, 2)])
+
+    def introduce_groups(
+        self,
+        channel: int,
+        kind: str,
+        way: Way,
+        root: int,
+        groups: tuple[tuple[int, ...], ...],
+        hosts: tuple[int, ...],
+        carries_less: bool,
+    ) -> None:
+        """Has those ranks of each group know each other that exchange messages in a collective.
+
+        ``kind`` to ``hosts`` are those of its command. ``carries_less``: tensors travel in another dtype.
+        """
+        group = (channel, kind, way.algorithm, way.base, root, groups, hosts, carries_less)
+        if group in self._groups:
+            return
+        pages = not carries_less and not hosts and self.data[channel].capabilities.shared_memory
+        known = [
+            self.introduce(channel, ranks[a], ranks[b])
+            for ranks in groups
+            for a, b in pairs(kind, way.algorithm, way.base, len(ranks), root, hosts, pages)
+        ]
+        self._note_group(group, known)
+
+    def _note_group(self, group: tuple[object, ...], known: list[bool]) -> None:
+        if len(self._groups) >= _GROUPS:
+            self._groups.clear()
+        if all(known):
+            self._groups.add(group)
+
+    @uninterrupted
+    def _introduce(self, channel: int, a: int, b: int) -> bool:
+        # Under the link's lock a loss comes before both, or after both: ``Losses.lose`` tells those that know the node.
+        with self._link.lock:
+            key = self._key(a, b)
+            known = [self._announce_peer(channel, a, b, key), self._announce_peer(channel, b, a, key)]
+            if all(known):
+                self._introduced.add((channel, a, b))
+            return all(known)
+
+    def _announce_peer(self, channel: int, one: int, other: int, key: bytes) -> bool:
+        """Tells one peer of another one; of a lost one, also that it is. Returns whether that one has addresses."""
+        nodes = self._link.nodes
+        addresses = self._own[channel] if other == MASTER else nodes[other].connection.addresses.get(channel)
+        if addresses is None:
+            return False
+        if one == MASTER:
+            self._channels.connect(channel, other, addresses, key)
+        elif nodes[one].lost is None:
+            outbox = nodes[one].outbox
+            outbox.put(c.Peer(other, addresses, key, channel))
+            if other != MASTER:
+                nodes[other].connection.knowing.add(one)
+                if (lost := nodes[other].lost) is not None:
+                    outbox.put(c.Lost(other, lost.cause))
+        return True
+
+    # ---- more nodes --------------------------------------------------------------------------------------------------
 
     def add_peers(self, come: Mapping[int, Addresses]) -> None:
-        """Connects nodes that have joined, and opens on them all channels of the session. Waits for them.
+        """Takes in nodes that have joined, and opens on them all channels of the session. Waits for them. A
+        worker in a lost node's place is introduced to the nodes that knew the one before.
 
         ``come``: their addresses in the session's own channel, by rank. Raises ValueError for a channel that must not
         be used with them, and the error that opening a channel raises there.
@@ -223,9 +302,29 @@ class ChannelRouter:
             names = {number: name for name, number in self.numbers.items()}
             for name in names.values():
                 self.check(name)
-            self.exchange_addresses(0, come, self._own[0])
+            self.take_addresses(0, come, self._own[0])
             for number in [n for n in names if n]:
                 self._open(number, names[number], None, come)
+            again = {pair for pair in self._former if come.keys() & pair[1:]}
+            self._former -= again
+            for pair in again:  # a graph that was recorded before has commands for these two
+                self.introduce(*pair)
+
+    def _key(self, a: int, b: int) -> bytes:
+        """Returns the key of two peers, which is another one for each worker in a node's place."""
+        nodes = self._link.nodes
+        first, second = (0 if rank == MASTER else nodes[rank].connection.number for rank in (a, b))
+        return pair_key(self._secret, self._job, a, b, (first, second))
+
+    def forgive(self, node: Node) -> None:
+        """Forgets a node's loss, as another worker is in its place. ``add_peers`` introduces it to those that knew the
+        one before."""
+        self._channels.forgive(node.rank, node.connection.number)
+        with self._link.lock:
+            former = {pair for pair in self._introduced if node.rank in pair[1:]}
+            self._introduced -= former
+            self._former |= former
+            self._groups.clear()
 
     def check(self, name: str) -> None:
         """Raises ValueError for a channel that must not be used between the session's nodes."""
@@ -262,7 +361,7 @@ class ChannelRouter:
         if not capabilities.encrypted:
             return f"what it carries {where}would be in clear, and it cannot encrypt. Take 'auto' or 'tcp'. {_TRUST}"
         lacking = [("this process", no_cipher())]
-        lacking += [(f"node {node.rank} ({hello.host})", hello.no_cipher) for node, hello in self._said()]
+        lacking += [(f"node {node.rank} ({hello.host})", hello.no_cipher) for node, hello in self._hellos()]
         for who, why in lacking:
             if why:
                 why = why.replace(" there", " here") if who == "this process" else why
@@ -272,7 +371,7 @@ class ChannelRouter:
                 )
         return ""
 
-    def _said(self) -> list[tuple[Node, c.Hello]]:
+    def _hellos(self) -> list[tuple[Node, c.Hello]]:
         """Returns the nodes that have said hello, with what they have said."""
         return [(node, node.said_hello) for node in self._link.nodes if node.said_hello is not None]
 
@@ -284,7 +383,7 @@ class ChannelRouter:
         """
         found: dict[str, list[frozenset[str]]] = {}
         mine = socket.gethostname(), Addresses(self.data[0].address())
-        for name, addresses in [mine, *((hello.host, hello.addresses) for _, hello in self._said())]:
+        for name, addresses in [mine, *((hello.host, hello.addresses) for _, hello in self._hellos())]:
             ips, known = _ips(addresses.transfers), found.setdefault(name, [])
             if not any(ips == one or ips & one for one in known):
                 known.append(ips)
@@ -295,13 +394,10 @@ class ChannelRouter:
         )
 
     def _open(self, number: int, name: str, site: Site | None, ranks: Collection[int] | None = None) -> None:
-        """Opens a channel on these nodes (None: on all) and on the master, and exchanges their addresses."""
+        """Opens a channel on these nodes (None: on all) and on the master, and notes their addresses."""
         replies = self._ask(c.Opened, lambda request: c.Open(request, number, name_for_nodes(name)), site, ranks)
         mine = self._channels.open(number, name)
-        self.exchange_addresses(number, {rank: reply.addresses for rank, reply in replies.items()}, mine)
-        # One more round trip: a node that is busy before it has its peers' addresses would refuse their connections,
-        # and after some seconds for good.
-        self._ask(c.Unusable, lambda request: c.Usable(request, ()), site)
+        self.take_addresses(number, {rank: reply.addresses for rank, reply in replies.items()}, mine)
 
     def _ask(
         self,
@@ -368,9 +464,9 @@ class ChannelRouter:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    def forget(self, rank: int, why: str) -> None:
+    def mark_lost(self, rank: int, why: str) -> None:
         """Tells all channels that a node is lost."""
-        self._channels.forget(rank, why)
+        self._channels.mark_lost(rank, why)
 
     def forked(self) -> None:
         """Replaces the lock, in a forked child: a thread of the parent may have held it."""

@@ -27,7 +27,7 @@ def size(n: int) -> str:
     return f"{n} bytes"
 
 
-def held(holdings: c.Holdings) -> str:
+def amounts_held(holdings: c.Holdings) -> str:
     """Returns how much a node holds, and how much is left."""
     return (
         f"{size(holdings.bytes)} in {holdings.tensors} tensor{'' if holdings.tensors == 1 else 's'}; "
@@ -56,7 +56,7 @@ def by_line(holdings: c.Holdings, makers: Mapping[int, Site]) -> list[str]:
     return found
 
 
-def note(holdings: c.Holdings, rank: int, makers: Mapping[int, Site]) -> str:
+def memory_note(holdings: c.Holdings, rank: int, makers: Mapping[int, Site]) -> str:
     """Returns what to add to the error of a command that failed for want of memory."""
     lines = "\n".join(["  its largest tensors, by the lines that made them:", *by_line(holdings, makers)])
-    return f"node {rank} held {held(holdings)}\n{lines if holdings.largest else ''}".rstrip()
+    return f"node {rank} held {amounts_held(holdings)}\n{lines if holdings.largest else ''}".rstrip()

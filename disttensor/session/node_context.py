@@ -95,7 +95,7 @@ def use(place: int | MeshPlace, chosen: bool = True) -> None:
         _chosen.set(True)
 
 
-def forget() -> None:
+def reset_current_node() -> None:
     """Makes node 0 the current one again, which nobody has chosen: at a session's end."""
     _current.set(0)
     _chosen.set(False)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeAlias, Type
 import torch
 
 from ..runtime.master.command_queue import CommandQueue
+from ..runtime.master.connection import Progress
 from ..runtime.master.failures import Site
 from ..runtime.master.home import Home
 from ..runtime.master.link import Link
@@ -58,6 +59,7 @@ class Owner(Protocol):
     link: Link
     allow: AllowList  #: the operators that nodes may run
     places: Places
+    check: Any  #: what ``verify=`` has called in the place of copies and collectives
 
     @property
     def nodes(self) -> list[Node]: ...
@@ -145,6 +147,11 @@ class _Place:
     def ranks(self) -> tuple[int, ...]:
         """The nodes of its members."""
         return self.outbox.ranks
+
+    @property
+    def progress(self) -> list[Progress]:
+        """How far each of its nodes has come, as far as it has reported that: no message, and no wait."""
+        return [self.session.nodes[rank].progress for rank in self.ranks]
 
     @property
     def hello(self) -> c.Hello:
@@ -614,6 +621,31 @@ class Places:
             if other.draws_from == place.draws_from and not set(other.ranks).isdisjoint(place.ranks):
                 other.drawing = -1
         place.drawing = number
+
+    def begin_again(self, node: Node) -> list[c.Command]:
+        """Notes that another worker is in a node's place: its generators begin with their seeds. Returns the commands
+        by which they do. The caller holds the lock.
+
+        Raises DisttensorError for a worker whose devices are others than those of the node's places.
+        """
+        rank, hello = node.rank, node.hello
+        mine, meshes = self.of_node(rank), [mesh for mesh in self._places_of_meshes if rank in mesh.ranks]
+        for place in mine:
+            if place.name not in hello.devices or kernel_choice.record(hello, place.name) != place.record:
+                raise DisttensorError(
+                    f"the worker on {hello.host} can't be in the place of node {rank}: its {place.name} is not there, "
+                    f"or another kind of device; it has {', '.join(hello.devices)}"
+                )
+        for each in (*mine, *meshes):
+            each.home.permitted.clear()
+            each.drawing = -1
+        seeds: list[c.Command] = [c.Seed(signed(self.seed), True)]
+        for mesh in meshes:
+            for along, number in mesh._varying.items():
+                if number in mesh.begun:
+                    every = mesh.generator(along, self._made.__next__, (), mesh.seed)[1]
+                    seeds.append(self.swap(mesh, number, tuple(each for each in every if each[0] == rank)))
+        return seeds
 
     def close_mesh(self, place: MeshPlace) -> None:
         """Ends one mesh's claim to its place. The last one gives the slot back: the place's tensors stay as they are,

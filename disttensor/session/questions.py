@@ -14,6 +14,7 @@ from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.failure_ids import position
 from . import holdings
 from .agreement import agreed
 from .places import MeshPlace, Place, R
@@ -41,7 +42,7 @@ class Questions:
         """
         waits("this operation")
         if late_warnings.pending:
-            late_warnings.give()
+            late_warnings.show_warnings()
         if kind not in _VALUES:
             return self.ask_uncounted(place, kind, command, site, due)
         began = time.perf_counter()
@@ -59,6 +60,7 @@ class Questions:
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)
         request = link.requests.new(place.node, kind, due)
+        request.counted = kind in _VALUES
         commands = place.outbox.commands
         commands += (command(request.id), site)
         reply = link.sender.exchange(place.outbox, request, None)
@@ -75,6 +77,7 @@ class Questions:
         """
         link = self._link
         request = link.requests.new_to_all(place.outbox, kind, due)
+        request.counted = kind in _VALUES
         commands = place.outbox.commands
         commands += (command(request.id), site)
         link.sender.exchange(place.outbox, request, None)
@@ -112,7 +115,7 @@ class Questions:
         has not been reported yet. ``says``: the node that has named it as its cause."""
         link = self._link
         found = link.failures.get((rank, seq))
-        if found is None and 0 <= rank < len(link.nodes):
+        if found is None and 0 <= rank < len(link.nodes) and position(seq)[0] >= link.nodes[rank].connection.first:
             self.sync(rank, None)
             found = link.failures.get((rank, seq))
         if found is None:
@@ -131,12 +134,14 @@ class Questions:
         link, lost = self._link, failure.told.lost
         if lost < 0 or failure.of_a_group:
             told = failure.told.holdings
-            held = "" if told is None else holdings.note(told, failure.rank, failure.makers)
+            held = "" if told is None else holdings.memory_note(told, failure.rank, failure.makers)
             return failure.exception(others, held=held)
-        with suppress(DisttensorError, TimeoutError), link.unheard():
-            self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
-        loss = link.nodes[lost].lost
-        if loss is not None:
+        node = link.nodes[lost]
+        if node.connection.number == failure.incarnation:
+            with suppress(DisttensorError, TimeoutError), link.unheard():
+                self.sync(lost, timeout)  # a peer may see the end of its connection before this process does
+        loss = node.incarnation(failure.incarnation).lost
+        if loss is not None and loss is node.lost:
             link.told_losses.add(lost)
         return failure.exception(others, loss)
 

@@ -23,6 +23,7 @@ from ..runtime.master.node import Node
 from ..runtime.master.outbox import Outbox
 from ..runtime.master.requests import Request
 from ..runtime.master.route import route
+from ..runtime.process.observing import ScriptSeam
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
@@ -66,22 +67,25 @@ class Session:
         backend: str = "",
         protection: Protection = Protection(),  # noqa: B008 - frozen
         interrupts: Interrupts | None = None,
+        seam: ScriptSeam | None = None,
     ) -> None:
         """Begins with ``nodes`` nodes, which have not said hello yet.
 
         ``backend`` names the session's own data channel, which is open in ``channels``. ``launcher`` is None where the
         nodes are threads of this process. ``protection`` is that of tensors on their way. ``interrupts``
-        have wrapped the handlers of signals already.
+        have wrapped the handlers of signals already. ``seam``: the one at which ``channels`` tell of transfers.
         """
         self.job = job
         self.synchronized = 0  #: how often all nodes were waited for
         self._parts: dict[Any, Any] = {}
         self.channel = channels.data[0]
-        self.link = Link(hub, nodes, launcher, self._lost, interrupts)
+        self.link = Link(hub, nodes, launcher, self._lost, interrupts, seam=seam)
         #: the nodes, by rank. One that joins is here when it has been taken in, and in the link's from its key on
         self.nodes: list[Node] = list(self.link.nodes)
-        self.link.failures.on_warning = late_warnings.take
-        self.questions = questions = Questions(self.link, counted := Waits())
+        self.link.failures.on_warning = late_warnings.keep_warning
+        self.waits = counted = Waits()  #: those of the script, by line
+        self.link.waiting.on_waited = counted.add_other
+        self.questions = questions = Questions(self.link, counted)
         self.ask = questions.ask
         self.router = ChannelRouter(
             self.link,
@@ -101,6 +105,8 @@ class Session:
         self.hub_beside: Callable[[Mapping[int, str]], ZmqHub] | None = None
         #: called before a function is sent to a node, with where it goes and the user's line
         self.before_functions: Callable[[NodePlace, Any], None] | None = None
+        #: what compares copies and collectives with local torch's (``verify=``), in whose place it is called
+        self.check: Any = None
         self.max_nodes = nodes  #: the largest number of nodes, with those that may still join
         self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process
@@ -115,14 +121,14 @@ class Session:
         lost = [node.rank for node in self.nodes if node.lost is not None]
         return f"<Session {self.job} nodes={len(self.nodes)}{f' lost={lost}' if lost else ''} {self.link!r}>"
 
-    def exchange_addresses(self) -> None:
-        """Makes the places, and tells every peer the addresses of the others' data channels. Called after all hellos.
+    def begin(self) -> None:
+        """Makes the places, and notes the addresses of the nodes' data channels. Called after all hellos.
 
         Raises ValueError when these nodes must not use the session's own channel, DisttensorError for too many nodes.
         """
         self.router.begin()
         self.places = Places(self, self.nodes)
-        self.router.exchange_addresses(
+        self.router.take_addresses(
             0, {node.rank: node.hello.addresses for node in self.nodes}, Addresses(self.channel.address())
         )
         self.check_default_dtype()
@@ -130,7 +136,7 @@ class Session:
         self.link.sender.flush_all()
 
     def extend(self, nodes: Sequence[Node]) -> None:
-        """Takes in nodes that have joined, after their hellos: the steps of ``exchange_addresses``, for them. Waits
+        """Takes in nodes that have joined, after their hellos: the steps of ``begin``, for them. Waits
         while they open channels.
 
         A node without a hello is lost already. Raises ValueError when these nodes must not use a channel that is open,
@@ -149,13 +155,37 @@ class Session:
         if self._default_dtype is not torch.float32:
             for node in come:
                 node.outbox.add(c.Default(codec.dtype_id(self._default_dtype)))
-        self.switches.tell(come)
+        self.switches.send_to_joined(come)
         caches.drop_plans()  # some choices depend on what devices there are
+        self.link.sender.flush_all()
+
+    def take_back(self, node: Node, new_ref: Callable[[], int]) -> None:
+        """Takes in another worker in a lost node's place, after its hello: it has none of the tensors, and is told all
+        that its node is to know. Waits while it opens channels.
+
+        Raises what ``extend`` does, DisttensorError for a worker that lacks a device, NodeLost; it is lost then.
+        """
+        try:
+            with self.places.lock, self.switches.lock:
+                state = self.switches.state()
+                if self._default_dtype is not torch.float32 and not self.shares_process:
+                    state.append(c.Default(codec.dtype_id(self._default_dtype)))
+                seeds = self.places.begin_again(node)
+                self.router.forgive(node)
+                for part in list(self._parts.values()):
+                    if (returned := getattr(part, "returned", None)) is not None:
+                        returned(node.rank)
+                self.link.resume(node.rank, new_ref, state if self.shares_process else [*state, *seeds])
+            self.router.add_peers({node.rank: node.hello.addresses})
+        except BaseException as e:
+            self.link.losses.lose(node.rank, f"it could not be taken in: {e}")
+            raise
+        caches.drop_plans()  # some choices depend on what a host can
         self.link.sender.flush_all()
 
     def _lost(self, error: NodeLost) -> None:
         if hasattr(self, "router"):  # the link is made first, and a host may be lost at once
-            self.router.forget(error.rank, error.cause)
+            self.router.mark_lost(error.rank, error.cause)
             for part in list(self._parts.values()):
                 if (lost := getattr(part, "lost", None)) is not None:
                     lost(error)
@@ -190,7 +220,7 @@ class Session:
         A part ends with the session. Its method ``forked``, if it has one, is called in a forked child; ``finish`` at
         the session's end, with the time until which it may wait for what is under way: it returns errors. One that has
         ``outlasts`` is waited for first, as long as it takes, however the session ends; ``lost`` when a node is lost,
-        under the link's lock.
+        under the link's lock; ``returned`` with a rank when another worker is in its place, which knows nothing.
         """
         found = self._parts.get(make)
         if found is None:
@@ -220,22 +250,25 @@ class Session:
         told = self.link.told_losses
         ranks = [rank for rank in range(len(self.nodes)) if rank not in told] if node is None else [node]
         asked: list[Request] = []
+        began = time.monotonic()
         try:
             for rank in ranks:  # asks all nodes first, so that their round trips are one
                 asked.append(self.questions.ask_sync(rank))
             for request in asked:
+                request.counted = True  # all are one wait of the line
                 self.link.waiting.wait(request, _left(deadline))
         except TimeoutError:
             raise TimeoutError(f"node {request.node} has not answered within {timeout} s") from None
         finally:
             for request in asked:
-                self.link.requests.drop(request)
+                self.link.requests.withdraw(request)
+            self.waits.add_other(time.monotonic() - began)
         for rank in ranks:
             self.transfers.finish(rank, _left(deadline))
         if node is None:
             self.synchronized += 1
         self.questions.raise_pending_error(node)
-        late_warnings.give()
+        late_warnings.show_warnings()
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -286,7 +319,7 @@ class Session:
         if left:
             errors.insert(0, self.questions.exception(left[0], left[1:], 0.0))
         named = {error.rank for error in errors if isinstance(error, NodeLost)}  # by what failed for its loss
-        errors += [lost.again() for lost in link.losses.errors if lost.rank not in link.told_losses | named]
+        errors += [lost.fresh_copy() for lost in link.losses.errors if lost.rank not in link.told_losses | named]
         for other in errors[1:]:
             errors[0].add_note(in_short(other))
         return errors[0] if errors else None

@@ -20,7 +20,7 @@ class Switches:
         self._link, self._shared = link, shared
         self._told = dict(torch_switches.UNTOUCHED)
         self._called: dict[str, torch_switches.Setting] = {}  #: what was set by the older interface for float32
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  #: held while nodes are told
 
     def follow(self, called: Mapping[str, torch_switches.Setting] | None = None) -> None:
         """Tells all nodes what has changed since they were told last. Called in the setters of torch (torch_patches).
@@ -31,7 +31,7 @@ class Switches:
         """
         if self._shared:
             return
-        with self._lock:
+        with self.lock:
             now = torch_switches.present()
             changed = torch_switches.changed(self._told, now, called)
             self._told = now
@@ -47,11 +47,15 @@ class Switches:
         if recorder is not None:
             recorder.switch(command)
 
-    def tell(self, nodes: Iterable[Node]) -> None:
+    def send_to_joined(self, nodes: Iterable[Node]) -> None:
         """Tells nodes that have joined the switches that the others have been told."""
-        if self._shared:
-            return
-        with self._lock:
+        with self.lock:
+            for node in nodes:
+                for command in self.state():
+                    node.outbox.put(command)
+
+    def state(self) -> list[c.Command]:
+        """Returns what tells a new process the switches that the nodes have been told."""
+        with self.lock:
             changed = torch_switches.changed(torch_switches.UNTOUCHED, self._told, self._called)
-            for node in nodes if changed else ():
-                node.outbox.put(c.Switch(tuple(changed.items())))
+            return [c.Switch(tuple(changed.items()))] if changed and not self._shared else []

@@ -55,10 +55,10 @@ def when_done(transfer: Transfer, fn: Callable[[], None]) -> None:
 def keep_until_done(table: dict[int, T], number: int, value: T, transfer: Transfer) -> None:
     """Keeps ``value`` as ``table[number]`` until the transfer's end."""
     table[number] = value
-    transfer.add_done_callback(partial(_drop, table, number))
+    transfer.add_done_callback(partial(_remove_entry, table, number))
 
 
-def _drop(table: dict[int, Any], number: int) -> None:
+def _remove_entry(table: dict[int, Any], number: int) -> None:
     table.pop(number, None)
 
 
@@ -121,6 +121,7 @@ class Transfers:
         size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
         number = self._number("upload", place, size) if self.router.rules else 0
+        self.router.introduce(number, MASTER, place.node)
         channel = self.router.data[number]
         staged = not non_blocking and (size <= SMALL or size + sum(list(self.staged.values())) <= STAGE)
         if staged:  # the copy leaves in the background, and the caller goes on
@@ -128,7 +129,7 @@ class Transfers:
         tensor = tensor.contiguous()
         shape, dtype = tuple(tensor.shape), codec.dtype_id(tensor.dtype)
         transfer = self.new()
-        sending = self._begin(
+        sending = self._begin_transfer(
             partial(channel.isend, tensor, place.node, transfer),
             place.outbox,
             c.Recv(transfer, ref, MASTER, shape, dtype, place.name, number),
@@ -138,7 +139,7 @@ class Transfers:
         if staged:
             keep_until_done(self.staged, transfer, size, sending)
         elif not non_blocking:
-            self.end(sending, place.node)
+            self.wait_for_transfer(sending, place.node)
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
 
@@ -146,7 +147,7 @@ class Transfers:
         """Returns the number of the channel for a copy between the master and a place."""
         return self.router.choose(op, "cuda" if place.is_cuda() else "cpu", nbytes, (MASTER, place.node))
 
-    def _begin(self, here: Callable[[], T], outbox: CommandQueue, there: c.Command, site: Site | None) -> T:
+    def _begin_transfer(self, here: Callable[[], T], outbox: CommandQueue, there: c.Command, site: Site | None) -> T:
         """Begins a transfer at both ends, in one order: one end alone would wait for the other."""
         self.link.interrupts.look()
         return self._begin_both(here, outbox, there, site)
@@ -162,12 +163,12 @@ class Transfers:
         """Returns a local, contiguous copy of the tensor ``ref`` at ``place``; ``tensor`` has its shape and dtype.
         Waits.
 
-        Raises as ``end``.
+        Raises as ``wait_for_transfer``.
         """
         began = time.perf_counter()
         receiving, _ = self._receive(tensor, place, ref, None, site)
         self.link.sender.flush_all()
-        self.end(receiving, place.node)
+        self.wait_for_transfer(receiving, place.node, counted=True)
         self._counted.add(site, time.perf_counter() - began)
         place.outbox.restart()
         return receiving.tensor
@@ -193,13 +194,14 @@ class Transfers:
         transfer, shape = self.new(), tuple(tensor.shape)
         nbytes = math.prod(shape) * tensor.dtype.itemsize
         number = self._number("download", place, nbytes) if self.router.rules else 0
+        self.router.introduce(number, MASTER, place.node)
         channel = self.router.data[number]
         if strides is None:
             begin = partial(channel.iarrive, shape, tensor.dtype, place.node, transfer)
         else:
             local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
             begin = partial(_arrive, channel, local, place.node, transfer)
-        receiving = self._begin(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
+        receiving = self._begin_transfer(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
         self.link.sender.flush(place.outbox)
         return receiving, transfer
 
@@ -209,12 +211,15 @@ class Transfers:
             if node == rank:
                 self.wait(transfer, node, timeout)
 
-    def end(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
+    def wait_for_transfer(
+        self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False
+    ) -> None:
         """Waits for a transfer; raises its error: the one that made the sender's tensor fail, NodeLost, a ChannelError.
+        ``counted``: the caller counts the wait of the line.
 
         Raises TimeoutError after ``timeout`` seconds.
         """
-        self.wait(transfer, node, timeout)
+        self.wait(transfer, node, timeout, counted)
         try:
             transfer.wait(0)
         except PoisonedError as e:
@@ -225,13 +230,15 @@ class Transfers:
                 self._sync(node, 5.0)
             raise
         if late_warnings.pending:
-            late_warnings.give()
+            late_warnings.show_warnings()
 
-    def wait(self, transfer: Transfer, node: int, timeout: float | None = None) -> None:
-        """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting."""
+    def wait(self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False) -> None:
+        """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting. ``counted`` as in
+        ``wait_for_transfer``."""
         if not transfer.is_completed():
             self.link.sender.flush_all()
             request = Request(-1, node)
+            request.counted = counted
             when_done(transfer, request.resolve)
             self.link.waiting.wait(request, timeout, until=transfer.is_completed)
 

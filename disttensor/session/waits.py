@@ -1,9 +1,12 @@
-"""Lines of the script that wait for a value again and again: each is told of once, with what it has cost."""
+"""The waits of the script by line: what each has cost. A line that waits for values again and again is told of once."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from heapq import nlargest
+from typing import NamedTuple
 
 from ..runtime.master.failures import Site, line_number, line_of
 
@@ -14,27 +17,55 @@ _MOST = 10_000
 
 _log = logging.getLogger("disttensor")
 
+#: The function that returns the user's line, once it is declared: it stands above the session.
+_sites: list[Callable[[], Site | None]] = []
+
+
+def sites_by(here: Callable[[], Site | None]) -> None:
+    """Declares the function that returns the user's line."""
+    _sites[:] = [here]
+
 
 class _Line:
     """The waits of one line so far."""
 
-    __slots__ = ("count", "seconds", "site")
+    __slots__ = ("count", "seconds", "site", "values")
 
     def __init__(self, site: Site) -> None:
         self.site = site  #: which keeps the code alive, and so its id
         self.count, self.seconds = 0, 0.0
+        self.values = 0  #: how many of them were for values
+
+
+class LineWaits(NamedTuple):
+    """The waits of one line of the script."""
+
+    site: Site
+    waits: int
+    seconds: float
 
 
 class Waits:
-    """The waits of a session's script for values of nodes, by line."""
+    """The waits of a session's script for nodes, by line."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: re-entrant: a signal's handler that waits may come while it is held
+        self._lock = threading.RLock()
         self._sites: dict[tuple[int, int], _Line] = {}  #: by id of the code, and instruction
         self._lines: dict[tuple[int, int], _Line] = {}  #: by id of the code, and line
 
-    def add(self, site: Site | None, seconds: float) -> None:
-        """Counts a wait of ``seconds``, and logs a warning when it is its line's thousandth."""
+    def costliest(self, most: int) -> list[LineWaits]:
+        """Returns the lines that have waited longest, ``most`` at most, the costliest first."""
+        with self._lock:
+            lines = [LineWaits(line.site, line.count, line.seconds) for line in self._lines.values()]
+        return nlargest(most, lines, key=lambda line: line.seconds)
+
+    def add_other(self, seconds: float) -> None:
+        """Counts a wait of this thread that was not for a value."""
+        self.add(_sites[0](), seconds, of_value=False)
+
+    def add(self, site: Site | None, seconds: float, of_value: bool = True) -> None:
+        """Counts a wait of ``seconds``, and logs a warning when it is its line's thousandth for a value."""
         if site is None:
             return
         code, at = site
@@ -42,7 +73,8 @@ class Waits:
             line = self._sites.get((id(code), at)) or self._new(site)
             line.count += 1
             line.seconds += seconds
-            if line.count != MANY:
+            line.values += of_value
+            if not of_value or line.values != MANY:
                 return
         _log.warning(
             "%s has waited for values of nodes %s times, %.1f s in all: each .item(), .cpu() or print() there waits. "
@@ -63,4 +95,4 @@ class Waits:
 
     def forked(self) -> None:
         """Replaces the lock, in a forked child: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()

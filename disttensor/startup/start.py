@@ -32,6 +32,7 @@ from ..runtime.launch import get_launcher, registry
 from ..runtime.master.failures import line_of
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import NodeWorker
+from ..runtime.process.observing import ScriptSeam
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
@@ -78,7 +79,7 @@ class SessionContext:
         if error is None:
             shutdown()
         else:
-            _end(report=False)
+            _end_session(report=False)
 
     def __repr__(self) -> str:
         count = len(self._session.nodes)
@@ -229,7 +230,7 @@ def init_master_worker(
     current.set_session(session)
     autocast.choose_default(session.places)
     _register_once()
-    selfcheck.begin(session, share)
+    selfcheck.begin_comparing(session, share)
     return SessionContext(session)
 
 
@@ -270,9 +271,12 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     meta_inference.warm(device_backend.register)  # while the nodes start
     listen = starter.listen if starter is not None else (LOOPBACK,)
     context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection, settings.spec.silence.data)
-    channels = Channels(maker(context), settings.channel, collective=False)
+    seam = ScriptSeam()
+    channels = Channels(maker(context, seam), settings.channel, collective=False)
     undo.callback(channels.close)
-    session = Session(job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts)
+    session = Session(
+        job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts, seam
+    )
     session.link.side.hub = side
     session.hub_beside = more
     if side is not None:
@@ -290,11 +294,10 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
             thread.start()
             session.threads.append(thread)
     meet(session, range(count), settings.spec.timeout)
-    session.exchange_addresses()
+    session.begin()
     if settings.blocking:
         for node in session.nodes:
-            node.outbox.blocking = True
-            node.outbox.set_flush_threshold(2)
+            node.outbox.block()
     return session
 
 
@@ -480,10 +483,10 @@ def shutdown() -> None:
 
     Raises the error that nothing has raised yet: the earliest one of an operation, else NodeLost for a lost node.
     """
-    _end(report=True)
+    _end_session(report=True)
 
 
-def _end(report: bool, timeout: float | None = None) -> None:
+def _end_session(report: bool, timeout: float | None = None) -> None:
     session = current.current()
     if session is None:
         return
@@ -497,12 +500,12 @@ def _end(report: bool, timeout: float | None = None) -> None:
     except BaseException as e:  # Ctrl-C
         error = e
     try:
-        late_warnings.give(everything=True)
+        late_warnings.show_warnings(everything=True)
     except Warning as e:  # which a filter makes an error
         error = error or e
-    selfcheck.end()
+    selfcheck.end_comparing()
     current.set_session(None)
-    streams.forget()
+    streams.reset_current_streams()
     session.close(2.0 if timeout is None else 0.5)
     caches.drop_plans()
     if error is not None:
@@ -517,7 +520,7 @@ def _register_once() -> None:
     if _registered:
         return
     _registered = True
-    tested_versions.say()
+    tested_versions.print_untested()
     atexit.register(_at_exit)
     notebook.attach()
     tracebacks.into_ipython()  # which may have come after the import
@@ -532,7 +535,7 @@ def _at_exit() -> None:
     """
     session = current.current()
     try:
-        _end(report=True, timeout=AT_EXIT)
+        _end_session(report=True, timeout=AT_EXIT)
     except (Exception, KeyboardInterrupt) as e:
         import traceback
 

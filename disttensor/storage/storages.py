@@ -162,10 +162,10 @@ def storage_of(tensor: DistributedTensor) -> NodeStorage:
 
     Waits for one round trip. Raises the error that made the tensor fail, NodeLost.
     """
-    return _held(tensor)[0]
+    return _node_storage_of(tensor)[0]
 
 
-def _held(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
+def _node_storage_of(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple[int, ...]]:
     """Returns a tensor's NodeStorage, and the offset and strides of the tensor in it."""
     found = memory_of(tensor)
     key = (tensor._place.home, found.name)
@@ -228,7 +228,7 @@ def twin(tensor: Any, memo: dict[Any, Any]) -> DistributedTensor:
     """Returns a copy for ``copy.deepcopy``: copies of tensors that share memory share memory."""
     if tensor.is_conj() or tensor.is_neg():  # torch resolves these
         return proxy(tensor.detach().resolve_conj().resolve_neg()._h)
-    storage, offset, strides = _held(tensor)
+    storage, offset, strides = _node_storage_of(tensor)
     copies = memo.setdefault("disttensor", {})
     if id(storage) in copies:
         return _part(copies[id(storage)][1], tensor, offset, strides)
@@ -258,7 +258,7 @@ def reduced(tensor: DistributedTensor, protocol: Any) -> tuple[Any, ...]:
             return torch._utils._rebuild_parameter_with_state, (*args, attributes)
         return torch._utils._rebuild_parameter, args
     warn_if_has_hooks(tensor)
-    storage, offset, strides = _held(tensor)
+    storage, offset, strides = _node_storage_of(tensor)
     geometry = (offset, tuple(tensor.shape), strides, tensor.requires_grad, hooks)
     if tensor.dtype in torch.storage._new_dtypes():
         # torch saves an untyped one, and knows it by its very type; so this says that it's one

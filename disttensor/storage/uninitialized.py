@@ -19,7 +19,7 @@ from torch.nn.parameter import (  # type: ignore[attr-defined]
 )
 from torch.utils._pytree import tree_map_only
 
-from ..dispatch.dispatch import dispatch
+from ..dispatch.dispatch import part
 from ..proxy.proxy import DistributedTensor, method, proxy
 
 _proxies: Any = DistributedTensor
@@ -40,7 +40,7 @@ class _OnNode:
             return proxy(x._h) if isinstance(x, _OnNode) else x.detach() if is_kind(type(x)) else x
 
         args, kwargs = tree_map_only(torch.Tensor, plain, (args, kwargs or {}))
-        return dispatch(func, types, args, kwargs)
+        return part(func, types, args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

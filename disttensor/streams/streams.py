@@ -16,14 +16,15 @@ import torch
 from ..dispatch.call_site import here
 from ..errors.argument_checks import seconds, seconds_of, spelled
 from ..proxy.meta import new_ref
+from ..runtime.master.failures import Site
 from ..runtime.master.route import Route, route, waits
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..session import current
 from ..session.current import session_of
 from ..session.node_context import current_node
-from ..session.node_context import forget as forget_node
 from ..session.node_context import node as node_context
+from ..session.node_context import reset_current_node as forget_node
 from ..session.node_context import use as use_node
 from ..session.places import NodePlace
 
@@ -45,6 +46,26 @@ class Owned:
 
     def __del__(self) -> None:  # no lock and no I/O: the collector can run this anywhere
         self._dead.append(self.ref)
+
+
+class OwnedStream(Owned):
+    """The owner of a stream, which each connection of its node is to have, until the script has it no more."""
+
+    __slots__ = ("_standing",)
+
+    def __init__(self, place: NodePlace, priority: int, site: Site | None) -> None:
+        super().__init__(place)
+        node = place.session.nodes[place.node]
+        self._standing = node.standing
+        make = c.MakeStream(self.ref, place.name, priority)
+        with node.lock:
+            self._standing[self.ref] = (make,)
+            place.outbox.add(make, site)
+
+    def __del__(self) -> None:  # as above
+        if hasattr(self, "_standing"):
+            self._standing.pop(self.ref, None)
+        super().__del__()
 
 
 class Stream:
@@ -69,8 +90,7 @@ class Stream:
         self._set(_place(node, device))
         self.priority = int(priority)
         self._place.session.link.check(self._place.outbox)
-        self._owned: Owned | None = Owned(self._place)
-        self._place.outbox.add(c.MakeStream(self._owned.ref, self._place.name, self.priority), here())
+        self._owned: Owned | None = OwnedStream(self._place, self.priority, here())
 
     def _set(self, place: NodePlace) -> None:
         self._place = place
@@ -201,6 +221,7 @@ class Event:
         session = session_of(there)
         transfer = session.transfers.new()
         site = here()
+        session.router.introduce(0, self._place.node, there.node)
         session.link.sender.together(
             [
                 (self._place.node, c.Signal(transfer, self._owned.ref, there.node), site),
@@ -342,7 +363,7 @@ def set_stream(stream: Stream) -> None:
     route.set(Route(streams, now.recorder))
 
 
-def forget() -> None:
+def reset_current_streams() -> None:
     """Makes node 0 and default streams the current ones. Called at a session's end, for the next session."""
     forget_node()
     route.set(Route())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -190,7 +190,21 @@ class _Living:
         self._closing: ActorWork[None] | None = None
         self._shared: _Shared | None = None
         self._lock = threading.RLock()
+        self._calls: deque[int] = deque()  #: the requests of its calls, of which it does the first one first
         session.part(Actors).living.add(self)
+
+    def add_call(self, request: int) -> None:
+        """Notes a call that was issued."""
+        self._calls.append(request)
+        self.calls()
+
+    def calls(self) -> int:
+        """Returns how many of its calls are not done."""
+        requests, node = self.session.link.requests, self.session.link.nodes[self.node]
+        with self._lock:
+            while self._calls and not requests.is_under_way(node, self._calls[0]):
+                self._calls.popleft()
+            return len(self._calls)
 
     def close(self) -> ActorWork[None]:
         if self._closing is None:
@@ -302,7 +316,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
         """
         return self._living.close()
 
-    def given(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    def reduce_for(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give a handle on a node, which gets one now if it has none yet,
         ``beside`` what the node does otherwise or in its turn."""
         living = self._living
@@ -314,7 +328,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
                 found, site = living.share(), here()
                 living.hand(place.node, 1)
                 try:
-                    call = FunctionCall(living.session, place, actor_calls.hold, found, {}, site)
+                    call = FunctionCall(living.session, place, actor_calls.keep_handle, found, {}, site)
                     try:
                         given = issue(living.session, [call], f"a handle of {self}", site, beside=beside)
                     finally:
@@ -404,11 +418,12 @@ class ActorWork(Submitted[T_co]):
         super().__init__(actor.session, [call], what, None)
         self._kind = actor.kind  # and not the actor, whose end is that of the last who has it
         part, node, site = self.parts[0], actor.node, here(4)
-        part.begin(actor.session)
+        part.expect_result(actor.session)
         id = part.request.id
         run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
         actor.session.link.sender.together([(node, c.On(stream.stream_id, run), site)])
         call.issued()
+        actor.add_call(id)
 
     def when_failed(self, fn: Callable[[c.Failed], object]) -> None:
         """Has ``fn`` be called with what tells of the error, if the call fails, in any thread: it must not block. The

@@ -147,7 +147,7 @@ class FunctionCall:
         """Returns the function's result, with tensors as proxies; with None for those that have refs already."""
         if self._into:
             return values.decode(reply.data, [None] * len(reply.tensors))
-        tensors = [_adopted(g, self._beside) for g in reply.tensors]
+        tensors = [_result_proxy(g, self._beside) for g in reply.tensors]
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
         self._adopted = True
@@ -207,7 +207,7 @@ class Calls:
         self._calls.append(FunctionCall(self._session, place, fn, args, kwargs, self._site))
         return self._calls[-1]
 
-    def begin(self, world: c.World | None = None, draws: bool = True, holds: bool = False) -> None:
+    def begin_calls(self, world: c.World | None = None, draws: bool = True, holds: bool = False) -> None:
         """Has all of them begin, each in its turn on its node. Raises NodeLost where a node is gone, and none begins.
 
         ``draws``: whether a function may draw random numbers, which no stream of a node in a mesh can. ``holds``: they
@@ -242,7 +242,7 @@ class Calls:
         for call in self._calls:
             call.end()
         for request in self._requests:
-            self._session.link.requests.drop(request)
+            self._session.link.requests.withdraw(request)
 
 
 class Issued:
@@ -311,7 +311,7 @@ class Issued:
 
     def __del__(self) -> None:
         for request in self._requests:
-            self._session.link.requests.drop(request)
+            self._session.link.requests.withdraw(request)
 
 
 def first_of(failed: list[Exception]) -> Exception:
@@ -327,7 +327,7 @@ def first_of(failed: list[Exception]) -> Exception:
     return first
 
 
-def _adopted(geometry: c.Geometry, place: NodePlace) -> DistributedTensor:
+def _result_proxy(geometry: c.Geometry, place: NodePlace) -> DistributedTensor:
     session = place.session
     name = geometry.device if geometry.device.startswith("cuda") else "cpu"
     where = place if place.hello.simulated else session.places.at(place.node, name)

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..runtime.master.failures import Site, line_of
 from ..runtime.master.requests import Request
+from ..runtime.process.signals import wait_in_looks
 from ..runtime.protocol.errors import CancelledError, DisttensorError, ForkError, NodeLost
 from ..session.session import Session
 from .mapping import Slots, advise_retries
@@ -91,13 +92,13 @@ class Dispatcher:
         """Takes no more items. ``cancel``: has those that have not begun cancelled; ``wait``: until all have ended."""
         with self._closing:
             self._closed = True
-        self.end(cancel)
+        self.end_thread(cancel)
         if wait:
-            self._thread.join()
+            wait_in_looks(self._thread.join, lambda: not self._thread.is_alive())
 
-    def end(self, cancel: bool) -> None:
+    def end_thread(self, cancel: bool) -> None:
         """Has the thread end when all is done, or has been cancelled. Takes no lock: a finalizer may call it."""
-        self._put(partial(self._end, cancel))
+        self._put(partial(self._start_ending, cancel))
 
     def wait_until_idle(self, deadline: float | None) -> bool:
         """Waits until there is nothing to do, or until a time of time.monotonic; returns whether it is so."""
@@ -107,12 +108,13 @@ class Dispatcher:
         self._put(partial(self._settled.append, settled))
         if self._over:  # the thread may have ended before it could take the event
             settled.set()
-        return settled.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return wait_in_looks(settled.wait, settled.is_set, left)
 
     def give_up(self) -> int:
         """Has the items that wait cancelled, and those that run interrupted; returns the number of all of them."""
         left = len(self._left)
-        self._put(partial(self._end, True))
+        self._put(partial(self._start_ending, True))
         for work in list(self._running):
             work.cancel()
         return left
@@ -164,7 +166,7 @@ class Dispatcher:
         while self._settled and not self._pending and not self._running:
             self._settled.pop().set()
 
-    def _end(self, cancel: bool) -> None:
+    def _start_ending(self, cancel: bool) -> None:
         self._ending = True
         while cancel and self._pending:
             item = self._pending.popleft()
@@ -175,7 +177,7 @@ class Dispatcher:
     def _fill(self) -> None:
         while self._pending:
             try:
-                node = self._slots.take(self._session)
+                node = self._slots.take_slot(self._session)
             except Exception as error:  # no node is left, or the session has ended
                 self._fail_all(error)
                 return
@@ -193,9 +195,9 @@ class Dispatcher:
                 self._failed(item, error)
                 continue
             self._running[work] = node, item
-            work.tell(partial(self._put, partial(self._ended, work)))
+            work.call_at_end(partial(self._put, partial(self._finish_item, work)))
 
-    def _ended(self, work: Submitted[Any]) -> None:
+    def _finish_item(self, work: Submitted[Any]) -> None:
         node, item = self._running.pop(work)
         self._slots.give_back(node)
         error = work.exception()

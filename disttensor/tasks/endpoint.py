@@ -104,6 +104,7 @@ class Endpoint:
         self._count = 0
         self._over = False
         self._wires = Wires(self._heard, self._tunnel.arrivals, self._arrived)
+        self._wires.start()  # only now: a program may have connected, which its thread tells this object
         self._part = session.part(_Endpoints)
         self._part.add(self, session)
 
@@ -153,7 +154,7 @@ class Endpoint:
             if client is None:
                 raise ClosedError("all clients have closed, and nothing is left of what they have sent")
             if client._wire.inbox:
-                return client, wires.take(client._wire)[1]
+                return client, wires.take_message(client._wire)[1]
             del self._clients[client.id]
             raise client._wire.error()
 
@@ -266,7 +267,7 @@ class Endpoint:
         hello, known = come.said, self._silent.pop(wire, None)
         if not isinstance(hello, EndpointHello) or known is None:
             raise ProtocolError(f"a {type(hello).__name__} out of place")
-        self._forget()
+        self._drop_gone_clients()
         why = ""
         if hello.version != frames.VERSION:
             why = f"it speaks version {hello.version} of these messages, and this job version {frames.VERSION}"
@@ -286,7 +287,7 @@ class Endpoint:
         self._clients[id] = Connection(self._wires, wire, id, tag, known[0] or host)
         self._wires.queue(wire, [memoryview(frames.frame(Welcome(frames.VERSION, id)))])
 
-    def _forget(self) -> None:
+    def _drop_gone_clients(self) -> None:
         """Drops clients that are gone and have left nothing: those that have closed, and of those that were killed, of
         which nobody was told, the oldest."""
         gone = [c for c in self._clients.values() if c._wire.ended is not None and not c._wire.inbox]

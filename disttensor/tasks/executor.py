@@ -20,7 +20,7 @@ from .calls import name_of
 from .dispatching import Dispatcher, DueCall
 from .mapping import Slots
 from .signatures import P, R
-from .submitted import begin
+from .submitted import submit_on_node
 
 
 class Executor(StandardExecutor):
@@ -62,7 +62,7 @@ class Executor(StandardExecutor):
         self._announcing = Announcing(None, returns, raises, "the Executor")
         announced_by(self._announcing)  # what they can't be is said now
         self._dispatcher = Dispatcher(session, Slots(session, nodes, per_node, retries))
-        weakref.finalize(self, self._dispatcher.end, False).atexit = False  # dropped: it ends when all is done
+        weakref.finalize(self, self._dispatcher.end_thread, False).atexit = False  # dropped: it ends when all is done
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Has ``fn(*args, **kwargs)`` run on the next node that is free, and returns its Future.
@@ -76,7 +76,7 @@ class Executor(StandardExecutor):
         if not callable(named):
             raise TypeError(f"submit takes a function and its arguments, and {shown(named)} can't be called")
         what, announcing = f"{name_of(named)}()", self._announcing._replace(fn=named)
-        call = partial(begin, self._session, fn, args, kwargs, site=site, announcing=announcing, what=what)
+        call = partial(submit_on_node, self._session, fn, args, kwargs, site=site, announcing=announcing, what=what)
         item = DueCall(call, what, site, self._retries)
         self._dispatcher.add(item)
         return item.future

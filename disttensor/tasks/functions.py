@@ -268,7 +268,7 @@ def _run_on_all(
                 named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
                 calls.add(place, fn, *mine, **named).as_rank(targets.mesh, i)
             with worlds.turn(session, targets, site) if as_ranks else contextlib.nullcontext() as world:
-                calls.begin(world)
+                calls.begin_calls(world)
             results = calls.outcomes()
         failed = [
             targets.located(result, place.node)
@@ -281,7 +281,7 @@ def _run_on_all(
         raise
     finally:
         if world is not None and not kept:
-            worlds.end(world)
+            worlds.discard_world(world)
     if failed:
         raise first_of(failed)
     return results

@@ -35,7 +35,7 @@ class SessionObjects:
         self._names: list[handles.ObjectHandle] = []  #: all that have names, in the order in which they were made
         self._told: dict[int, int] = {}  #: by node: how many of these it was told
 
-    def begin(self, session: Session) -> None:
+    def bind_session(self, session: Session) -> None:
         """Ties this part to its session, at first use."""
         with self._lock:
             if not self._began:
@@ -61,9 +61,12 @@ class SessionObjects:
                     hub = session.hub_beside({rank: session.link.side.keys[rank] for rank in self._admitted})
                     self._addresses = hub.addresses
                     self._service = Service(hub, self.objects, session.link.losses.disconnected)
-                self._service.admit(session.link.side.keys, self._admitted)
+                self._service.admit(session.link.side.keys, self._admitted, self._incarnation)
         self.objects.share(number)
         return ServiceRoute(session.job, self._addresses)
+
+    def _incarnation(self, rank: int) -> int:
+        return self._session.link.nodes[rank].connection.number
 
     def pickled(self, function: Any, what: str) -> bytes:
         """Pickles a function that is in an item. Raises TypeError."""
@@ -73,9 +76,13 @@ class SessionObjects:
         """Has a handle be found by its name."""
         self.named[type(handle).__name__, name] = handle
         self._names.append(handle)
-        self._session.before_functions = self._tell
+        self._session.before_functions = self._send_names
 
-    def _tell(self, place: NodePlace, site: Any) -> None:
+    def names(self) -> dict[int, str]:
+        """Returns the names of the objects that have one, by their numbers."""
+        return {handle._number: name for (_, name), handle in list(self.named.items())}
+
+    def _send_names(self, place: NodePlace, site: Any) -> None:
         """Tells a node the names that it has not been told, before a function that may ask for one."""
         told, self._told[place.node] = self._told.get(place.node, 0), len(self._names)
         new = self._names[told:]
@@ -85,6 +92,13 @@ class SessionObjects:
                 issue(self._session, [call], "learn()", site)
             finally:
                 call.end()
+
+    def returned(self, rank: int) -> None:
+        """Lets in another worker in a lost node's place, which has been told no names."""
+        with self._lock:
+            self._told.pop(rank, None)
+            if rank in self._admitted and self._service is not None:
+                self._service.readmit(rank, self._session.link.side.keys[rank], self._incarnation(rank))
 
     def lost(self, error: NodeLost) -> None:
         """Tells those who wait of a loss."""
@@ -113,5 +127,5 @@ def holder() -> SessionObjects:
     """Returns what the session holds. Raises DisttensorError without a session."""
     session = current.session()
     held = session.part(SessionObjects)
-    held.begin(session)
+    held.bind_session(session)
     return held

@@ -19,7 +19,7 @@ from ..session import current
 from ..session.session import Session
 from .announcing import Announcing, announced_by
 from .signatures import A, B, C, R
-from .submitted import Submitted, begin
+from .submitted import Submitted, submit_on_node
 
 
 class Slots:
@@ -44,7 +44,7 @@ class Slots:
         if len(lost) == len(self._of) or session.link.closed or session.link.is_forked:
             session.link.check(session.nodes[next(iter(self._of))].outbox)
 
-    def take(self, session: Session) -> int | None:
+    def take_slot(self, session: Session) -> int | None:
         """Takes room on a node, where there is most; returns None where there is none. Raises as ``take_none``."""
         self.take_none(session)
         there = [node for node in self._of if session.nodes[node].lost is None]
@@ -198,7 +198,7 @@ class _Mapping:
         """Yields the results."""
         try:
             while self._feed():
-                number = self._take() if not self._ordered else self._take(self._taken)
+                number = self._take_result() if not self._ordered else self._take_result(self._taken)
                 self._taken += 1
                 yield self._done.pop(number)
         finally:
@@ -210,7 +210,7 @@ class _Mapping:
         while True:
             if not self._again and (self._all or self._next - self._taken >= 2 * self._slots.total):
                 break
-            node = self._slots.take(self._session)
+            node = self._slots.take_slot(self._session)
             if node is None:
                 break
             if self._again:
@@ -226,21 +226,21 @@ class _Mapping:
                     break
                 self._next += 1
             try:
-                work = begin(self._session, self._fn, item, self._back, node, self._site, self._slots.beside)
+                work = submit_on_node(self._session, self._fn, item, self._back, node, self._site, self._slots.beside)
             except NodeLost as error:
                 self._slots.give_back(node)
                 self._lost(error, number, item, left)
                 continue
             self._running[number] = work, node, item, left
-            work.tell(partial(self._end, number))
+            work.call_at_end(partial(self._mark_ended, number))
         return bool(self._running or self._done or self._failed or self._again)
 
-    def _end(self, number: int) -> None:  # called in any thread
+    def _mark_ended(self, number: int) -> None:  # called in any thread
         self._ended.append(number)
         if (waiting := self._waiting) is not None:
             waiting.resolve()
 
-    def _take(self, wanted: int | None = None) -> int:
+    def _take_result(self, wanted: int | None = None) -> int:
         """Waits until a result is there (``wanted``: that of this number); returns its number, having fed nodes
         meanwhile. Raises the error with which it has ended."""
         while True:

@@ -50,9 +50,9 @@ class NodeInfo(dict[str, Any]):
     def kill(self) -> None:
         """Ends the node's process at once, by SIGKILL, whatever it is at and on whatever host it is: as ``dt.kill``.
 
-        The launcher does it, on the other hosts by its processes there. (One of your own launchers that has no ``end``
-        can't: the process ends when it sees that its connection is cut, which one that is stopped does not.) What the
-        node held is lost, and the other nodes go on. Returns at once.
+        The launcher does it, on the other hosts by its processes there. (One of your own launchers that has no
+        ``end_worker`` can't: the process ends when it sees that its connection is cut, which one that is stopped does
+        not.) What the node held is lost, and the other nodes go on. Returns at once.
 
         Raises NodeLost for a node that is lost already; DisttensorError for a thread of the script
         (``launcher="inproc"``), whose process is the script, for a node of an earlier session, and without a session.

@@ -14,6 +14,7 @@ from ..runtime.master.failures import Site
 from ..runtime.node.process_groups import seen
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.rank_lists import rank_list
 from ..session.session import Session
 from .targets import Targets
 
@@ -49,12 +50,20 @@ class SessionWorlds:
         with self._lock:
             nodes = targets.nodes
             world = self._of.get(nodes[0])
-            if world is None or world.ranks != nodes or any(self._of.get(node) is not world for node in nodes):
-                world = c.World(next(self._numbers), nodes, channel, _backend(session, nodes))
+            ranks = rank_list(nodes)
+            if world is None or world.ranks != ranks or any(self._of.get(node) is not world for node in nodes):
+                session.router.introduce_all(channel, nodes)
+                world = c.World(next(self._numbers), ranks, channel, _backend(session, nodes))
                 self._of.update(dict.fromkeys(nodes, world))
             yield replace(world, mesh=targets.mesh)
 
-    def end(self, world: c.World) -> None:
+    def returned(self, rank: int) -> None:
+        """Forgets the process groups of a node in whose place another worker is."""
+        world = self._of.get(rank)
+        if world is not None:
+            self.discard_world(world)
+
+    def discard_world(self, world: c.World) -> None:
         """Has a process group not be used again, as it may be gone on some of its nodes."""
         with self._lock:
             for node in [node for node, its in self._of.items() if its.number == world.number]:

@@ -33,17 +33,17 @@ class ReloadedModules:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def note(self, value: FunctionType | type | ModuleType) -> None:
+    def note_modules_of(self, value: FunctionType | type | ModuleType) -> None:
         """Notes that ``value`` goes to a node now, and with it its module and the modules that this uses."""
-        self._note(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+        self._note_module(value.__name__ if isinstance(value, ModuleType) else value.__module__)
 
-    def _note(self, name: str) -> None:
+    def _note_module(self, name: str) -> None:
         if name in self._seen or (module := _users(name)) is None:
             return
         needs = {other for value in list(vars(module).values()) if (other := _home(value)) not in (name, "")}
         self._seen[name] = _Seen(module.__spec__, _code(module), frozenset(needs))
         for other in needs:
-            self._note(other)
+            self._note_module(other)
 
     def stale(self) -> list[ModuleType]:
         """Returns the modules that have changed since, and those that use one of them."""

@@ -52,7 +52,7 @@ class NodeResult(Work[T_co]):
 class SharedArgument(Generic[T_co]):
     """An object among arguments that a node is given once: see shared.py."""
 
-    def given(self, place: NodePlace, beside: bool) -> tuple[Any, tuple[Any, ...]]:
+    def reduce_for(self, place: NodePlace, beside: bool) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node. ``beside``: they are for a function
         that does not wait for what the node is at."""
         raise NotImplementedError
@@ -107,6 +107,10 @@ class SentFunctions:
     def __init__(self) -> None:
         self.known: set[tuple[int, bytes]] = set()  #: (node, key)
         self.lock = threading.RLock()  #: held while the pieces of a function are queued, one after another
+
+    def returned(self, rank: int) -> None:
+        """Forgets what a node had, in whose place another worker is."""
+        self.known -= {each for each in list(self.known) if each[0] == rank}
 
     def forked(self) -> None:
         """Makes a new lock in a forked child: the thread that held the other one may not be there."""
@@ -235,7 +239,7 @@ class _Noting(_ByName):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (FunctionType, type, ModuleType)):
-            self._modules.note(value)
+            self._modules.note_modules_of(value)
         return super().reducer_override(value)
 
 
@@ -258,7 +262,7 @@ class _Pickler(_Noting):
         if is_announcable(kind):
             self._keep.classes.add(kind)
         if isinstance(value, SharedArgument):
-            return value.given(self._place, self._keep.token is not None)
+            return value.reduce_for(self._place, self._keep.token is not None)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
             return itemgetter(0), ((value.result(),),)
         return super().reducer_override(value)
@@ -272,7 +276,8 @@ class _Pickler(_Noting):
         if not isinstance(tensor, DistributedTensor):
             tensor = upload(tensor, self._place)
         elif self._place.node not in tensor._place.ranks:  # of a mesh that the node is in it gets its own shard
-            tensor = move(tensor, self._place)
+            check = self._place.session.check
+            tensor = (move if check is None else check.move)(tensor, self._place)
         else:
             one_session(tensor._place, self._place)
             tensor = self._keep.copy(value, tensor, self._place)

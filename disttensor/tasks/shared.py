@@ -33,7 +33,7 @@ class Ref(SharedArgument[T]):
         self._ready = PickledArguments()
         self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
 
-    def given(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    def reduce_for(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet,
         ``beside`` what the node does otherwise or in its turn."""
         if place.session is not self._session:
@@ -73,5 +73,5 @@ def share(obj: T, nodes: Iterable[int] | None = None) -> Ref[T]:
     waits("share")
     ref = Ref(session, obj)
     for node in new_group(nodes).nodes if nodes is not None else ():
-        ref.given(session.places.at(node).one)
+        ref.reduce_for(session.places.at(node).one)
     return ref

@@ -143,7 +143,7 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
             call.end()
 
 
-def begin(
+def submit_on_node(
     session: Session,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -190,7 +190,7 @@ def issue(
                     done = Event()
                     done.record(current_stream(call.place.device))
                     done.wait(lanes[i])
-            part.begin(session)
+            part.expect_result(session)
             run = call.command(part.request.id, work.world, draws=not lanes, token=part.token.ref)
             commands.append((call.place.node, c.On(lanes[i].stream_id, run) if lanes else run, site))
         session.link.sender.together(commands)
@@ -209,7 +209,7 @@ class _Part:
         self.ended = Ticket()
         self.token = Owned(call.place)  #: of its whole result
 
-    def begin(self, session: Session) -> None:
+    def expect_result(self, session: Session) -> None:
         self.request = session.link.requests.new_told(self.call.place.node, c.Result, self.ended.finish)
 
     def unheard(self, session: Session) -> None:
@@ -250,9 +250,9 @@ class _Listened(Ticket):
         if not self.is_completed():
             self._session.part(AnswerListener).listen(self._session, self._node, self)
 
-    note = add_done_callback
+    add_background_callback = add_done_callback
 
-    def tell(self, fn: Callable[[], None]) -> None:
+    def call_at_end(self, fn: Callable[[], None]) -> None:
         """Adds a callback for one who waits, and so takes in answers."""
         super().add_done_callback(fn)
 
@@ -360,9 +360,9 @@ class Submitted(NodeResult[T_co]):
             return True
         return any(part.request.reply is None and part.call.place.outbox.lost is not None for part in self.parts)
 
-    def tell(self, fn: Callable[[], None]) -> None:
+    def call_at_end(self, fn: Callable[[], None]) -> None:
         """Has ``fn`` called at its end, in any thread, by one who waits for it: it must not block."""
-        self._ended.tell(fn)
+        self._ended.call_at_end(fn)
 
     def on_node(self, place: NodePlace) -> int:
         """Returns the ref of the result on the node of ``place``; 0 where it is none of that node's."""
@@ -415,7 +415,7 @@ class Submitted(NodeResult[T_co]):
                 failed.append(self._targets.located(error, part.request.node) if self._targets else error)
         kept = not failed and all(part.request.reply.kept for part in self.parts)  # type: ignore[union-attr]
         if self.world is not None and not kept:
-            worlds_of(self._session).end(self.world)
+            worlds_of(self._session).discard_world(self.world)
         if failed:
             raise first_of(failed)
         return results if self._targets else results[0]

@@ -234,6 +234,11 @@ def at(point: str, fn: Callable[[], object], *, after: bool = False) -> Iterator
     With ``after``, ``fn`` is called each time that the thread has passed the point. ``fn`` is called in that thread,
     which may hold locks: ``fn`` may set an event, wait for one, raise a signal; it must not use tensors. Its errors are
     raised there. Raises ValueError for other points, DisttensorError without a session.
+
+    By decision this replaces the methods of these moments while the block runs, and does not listen at the seam of
+    observers: a fault comes before a moment, waits there and raises, where an observer is told afterwards and can't
+    fail what it observes; and a look for listeners at each moment would cost every message of every program, for tests
+    only (tests/transport/test_opcodes.py). docs/dev/debugging.md says what the seam would need.
     """
     if point not in _POINTS:
         raise ValueError(f"there is no point {point!r}; there are {', '.join(_POINTS)}")
@@ -301,14 +306,14 @@ def as_cuda(where: torch.Tensor | torch.device | str | int, capability: tuple[in
 def taken_for(place: Place, record: kernel_choice.KernelFacts) -> Iterator[None]:
     """Has the script make its choices for a place by another record, inside of a ``with`` block."""
     before = place.record
-    _give(place, record)
+    _set_record(place, record)
     try:
         yield
     finally:
-        _give(place, before)
+        _set_record(place, before)
 
 
-def _give(place: Place, record: kernel_choice.KernelFacts) -> None:
+def _set_record(place: Place, record: kernel_choice.KernelFacts) -> None:
     for seen in (place, place.twin):
         seen.record, seen.kernels = record, record.kind
     caches.drop_plans()  # their choices were made by the other record

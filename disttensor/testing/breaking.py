@@ -30,7 +30,7 @@ def cut(node: int, *, control: bool = True, data: bool = False) -> None:
     outbox = session.places.at(node).outbox
     session.link.check(outbox)
     if data:
-        session.router.forget(node, _WHY)  # first, or errors would name the node's end as the reason
+        session.router.mark_lost(node, _WHY)  # first, or errors would name the node's end as the reason
         outbox.add(c.Lost(MASTER, _WHY))
         session.link.sender.flush(outbox, wait=False)
     if control:

@@ -27,8 +27,9 @@ class NodeLog:
 
         Commands that still wait to be sent are among them. A name is the kind of command and its subject: "Call
         aten::add.Tensor" runs an operator, "Ask aten::item" one that is answered, "Collective all_reduce ring" takes
-        part in a collective, "On ..." is a command for a stream; "Send", "Recv", "Free", "Replay", "Sync" and the like
-        stand for themselves.
+        part in a collective, "On ..." is a command for a stream; "Peer" introduces the node to another one, or to the
+        script, before they first exchange a tensor; "Send", "Recv", "Free", "Replay", "Sync" and the like stand for
+        themselves.
         """
         return [name for name, _ in self._named()]
 

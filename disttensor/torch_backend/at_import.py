@@ -44,7 +44,7 @@ def _wait(name: str, then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _finder)
 
 
-def forget() -> None:
+def drop_awaited() -> None:
     """Forgets all awaited modules: this process has become a node's, and is to import torch as it is."""
     _awaited.clear()
     if _finder in sys.meta_path:
@@ -68,7 +68,7 @@ class _Finder:
         if then is None:
             return None
         if not _awaited:
-            forget()
+            drop_awaited()
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             _wait(fullname, then)

@@ -19,7 +19,7 @@ import torch
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
-from ..session.holdings import by_line, held, size
+from ..session.holdings import amounts_held, by_line, size
 from ..session.places import MeshPlace, NodePlace, Place
 
 Where: TypeAlias = torch.device | str | int | None
@@ -126,7 +126,7 @@ def _summary(place: NodePlace, abbreviated: bool) -> str:
     peak = figures.get(f"{_BYTES}.peak")
     lines = [
         f"node {place.node} {place.name} (host {hello.host}, pid {hello.pid})",
-        f"  tensors   {held(told.holdings)}",
+        f"  tensors   {amounts_held(told.holdings)}",
         f"  peak      {'not counted: torch.node.reset_peak_memory_stats() begins' if peak is None else size(peak)}",
         f"  reserved  {size(figures[f'{_RESERVED}.current'])}, {size(figures[f'{_RESERVED}.peak'])} at its peak",
     ]

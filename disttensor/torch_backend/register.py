@@ -17,9 +17,9 @@ from torch.utils.backend_registration import generate_methods_for_privateuse1_ba
 
 from .. import torch_patches
 from ..dispatch import copies, handlers, method_shortcuts
-from ..dispatch.dispatch import dispatch, run
+from ..dispatch.dispatch import dispatch
 from ..dispatch.first_call import layout_of, refuse_layout
-from ..dispatch.op_table import enter
+from ..dispatch.op_table import enter, factory
 from ..proxy.proxy import DistributedTensor
 from ..session import current
 from ..storage import set_data, storages, uninitialized
@@ -76,7 +76,7 @@ def register() -> None:
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
     at_import.after("torch.distributed.fsdp", partial(torch_patches.install, torch_patches.SHARDING))
-    switches.begin()
+    switches.follow_fill()
 
 
 def set_default(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -112,7 +112,7 @@ def _factory(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return entry.handler(entry, args, kwargs)
     if "dtype" in kwargs and kwargs["dtype"] is None:
         del kwargs["dtype"]
-    return run(entry, args, kwargs, place)
+    return factory[0](entry, args, kwargs, place)
 
 
 def _to_copy(

@@ -48,13 +48,13 @@ def _change(setter: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]
     if session is not None:
         session.settle_threads()  # what was issued before is computed under the old value
     yield
-    begin()
+    follow_fill()
     if session is not None:
         name = getattr(setter, "__name__", "").removeprefix("_set_")
         session.switches.follow(dict(zip((name,), args, strict=False)) if name in torch_switches.OLDER else None)
 
 
-def begin() -> None:
+def follow_fill() -> None:
     """Has empty tensors made where the script makes them, and not at their first use, while torch fills them: a node
     fills those that it makes while its switches say so."""
     filled = torch.are_deterministic_algorithms_enabled() and torch._C._get_deterministic_fill_uninitialized_memory()

@@ -21,7 +21,7 @@ def untested(version: str) -> str:
     )
 
 
-def say() -> None:
+def print_untested() -> None:
     """Prints one line to stderr for an untested torch. It is no warning, as programs turn warnings into errors."""
     told = untested(str(torch.__version__))
     if told and os.environ.get("DISTTENSOR_UNTESTED", "0") in ("", "0"):

@@ -27,10 +27,10 @@ _FIRST = "torch._dynamo.repro.after_dynamo"
 
 def install() -> None:
     """Has dynamo learn about proxies when a program first compiles something; at once if it has done so already."""
-    at_import.after(_FIRST, _tell)
+    at_import.after(_FIRST, _prepare_dynamo)
 
 
-def _tell() -> None:
+def _prepare_dynamo() -> None:
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import builder
 

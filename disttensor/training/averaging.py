@@ -139,7 +139,7 @@ def average_parameters(
     not_parts(named, over, "average_parameters")
     if winner is not None:
         also = [(name, buffer) for name, buffer in module.named_buffers() if buffers and place_of(buffer) is not None]
-        _take(winner, [*named, *also], over)
+        _broadcast_winner(winner, [*named, *also], over)
         return
     fractions = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
     for pack in packs(fractions, limit_of(25.0, "average_parameters")):
@@ -234,7 +234,7 @@ def _leave_out(
 
 
 @torch.no_grad()
-def _take(winner: int | Sequence[int], named: Sequence[Named], over: Over) -> None:
+def _broadcast_winner(winner: int | Sequence[int], named: Sequence[Named], over: Over) -> None:
     """Gives all ranks the values of the winner of their group."""
     if not named:
         return

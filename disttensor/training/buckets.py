@@ -127,16 +127,16 @@ class Buckets:
     def _autograd_hook(self, bucket: Bucket, at: int) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._begin(task)
+            self._begin_backward(task)
         if self._reduces and bucket.mark_ready(at):
             self._issue(bucket)
 
-    def _begin(self, task: int) -> None:
+    def _begin_backward(self, task: int) -> None:
         """Begins a backward pass, which autograd has given a number."""
         if task < self._task:
             raise RuntimeError(_NESTED)
         self.end_failed_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task))
         self._task, self._open = task, True
         if not self.held:
             self._passes += 1
@@ -150,7 +150,7 @@ class Buckets:
                 bucket.begin_backward()
 
     @torch.no_grad()
-    def _end(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         """Reduces what is left when a backward pass ends: buckets with parameters that it has not used."""
         if task != self._task:
             raise RuntimeError(_NESTED)

@@ -75,7 +75,7 @@ CHANGES: dict[ShardedState, set[ShardedState]] = {
     _S.UNSHARDED: {_S.UNSHARDED_STALE, _S.SHARDED},
     _S.UNSHARDED_STALE: {_S.UNSHARDED, _S.SHARDED},
 }
-#: What ``begin`` changes, and what undoes it.
+#: What ``begin_all_gather`` changes, and what undoes it.
 _BEGUN = {
     _S.SHARDED: _S.GATHERING,
     _S.GATHERED: _S.GATHERED_STALE,

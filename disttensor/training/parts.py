@@ -57,7 +57,7 @@ def load_whole_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str
     Raises TypeError for what is no optimizer, ValueError for a state dict of other groups of parameters, NodeLost.
     """
     if _checked(optimizer):
-        optimizer.load_state_dict(_changed(optimizer, state_dict, _taken))
+        optimizer.load_state_dict(_changed(optimizer, state_dict, _own_part))
 
 
 def _checked(optimizer: object) -> bool:
@@ -70,7 +70,7 @@ def _joined(value: torch.Tensor, parameter: torch.Tensor, cuts: Cuts) -> torch.T
     return whole_of(value, cuts) if value.shape == parameter.shape else value
 
 
-def _taken(value: torch.Tensor, parameter: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+def _own_part(value: torch.Tensor, parameter: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     return part_of(value, cuts) if tuple(value.shape) == whole_shape(parameter, cuts) else value
 
 

@@ -41,7 +41,7 @@ def assert_replicas_equal(x: object, over: Over = "dp", *, rtol: float = 1e-7, b
         for (name, tensor), mask, count in zip(named, wrong, counts, strict=True):
             for rank, shard in enumerate(count.shards()):  # type: ignore[attr-defined]
                 if bad := int(shard.item()):
-                    found.append(_told(name, tensor, over, rank, mask, bad))
+                    found.append(_describe_difference(name, tensor, over, rank, mask, bad))
     if found:
         more = f"\n... and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise AssertionError("replicas differ:\n" + "\n".join(found[:SHOWN]) + more)
@@ -72,7 +72,7 @@ def _differ(tensor: torch.Tensor, over: Over, rtol: float, bitwise: bool) -> tor
     return tensor != first
 
 
-def _told(name: str, tensor: Any, over: Over, rank: int, mask: Any, bad: int) -> str:
+def _describe_difference(name: str, tensor: Any, over: Over, rank: int, mask: Any, bad: int) -> str:
     """Returns a sentence on the entries of one rank that differ."""
     place = tensor._place
     start = next(group[0] for group in groups(place, over, "assert_replicas_equal") if rank in group)

@@ -78,7 +78,7 @@ class GatherSchedule:
 
     def pre_backward_unshard(self, group: ParameterGroup) -> list[torch.Tensor]:
         """Returns the whole parameters for a backward pass, and begins to gather those that it uses next."""
-        self._begin()
+        self._begin_backward()
         values = group.ready()
         if not group.parts:
             return values
@@ -97,7 +97,7 @@ class GatherSchedule:
 
     def post_backward(self, group: ParameterGroup, grads: Sequence[torch.Tensor | None]) -> None:
         """Takes all gradients of a group: they are reduced beside the rest of the backward pass."""
-        self._begin()
+        self._begin_backward()
         group.accumulate_unsharded_grads(grads)
         if group in self._there and group.values is None:
             self._there.remove(group)
@@ -111,18 +111,18 @@ class GatherSchedule:
             before.accumulate_grad()
         self._reduced = reduced
 
-    def _begin(self) -> None:
+    def _begin_backward(self) -> None:
         if not in_backward():  # somebody looks at what autograd has saved
             return
         task = torch._C._current_graph_task_id()
         if task < self._task:
             raise RuntimeError(_NESTED)
         if task > self._task:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task))
             self._task, self._open = task, True
 
     @torch.no_grad()
-    def _end(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         """Ends a backward pass."""
         if task != self._task:
             raise RuntimeError(_NESTED)

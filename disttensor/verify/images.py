@@ -10,7 +10,7 @@ import torch
 from ..dispatch.asking import make_room
 from ..dispatch.call_site import here
 from ..dispatch.copies import fetch
-from ..dispatch.dispatch import dispatch
+from ..dispatch.dispatch import part
 from ..dispatch.lazy_views import materialise
 from ..proxy.meta import Handle, Lazy, Shared, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
@@ -51,7 +51,7 @@ class Images:
         Raises the error that made a proxy's tensor fail, NodeLost.
         """
         if id(tensor) not in self._seen:
-            self._seen[id(tensor)] = tensor, *self._take(tensor)
+            self._seen[id(tensor)] = tensor, *self._record_image(tensor)
         return self._seen[id(tensor)][1]
 
     def name_of(self, tensor: torch.Tensor) -> Name:
@@ -67,7 +67,7 @@ class Images:
         address = image.untyped_storage().data_ptr()
         return next((name for name, m in self.memories.items() if m.storage.data_ptr() == address), None)
 
-    def _take(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Name]:
+    def _record_image(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Name]:
         if not isinstance(tensor, DistributedTensor):
             storage = tensor.untyped_storage()
             name: Name = (None, storage._cdata)
@@ -87,7 +87,7 @@ class Images:
             return _in(self.memories[name].storage, meta.dtype, meta.shape, meta.stride, 0, bits), name
         place = home._place
         told = memory_of(home)
-        shape, dtype = _said(home)
+        shape, dtype = _geometry_on_node(home)
         name = (place.home, told.name)
         if name not in self.memories:
             content = fetch(_bytes(home, told.bytes)) if told.bytes else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -117,10 +117,10 @@ def under(ref: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
 def sum_of(tensor: DistributedTensor) -> int:
     """Returns a checksum of a tensor's elements in order, which the node computes and sends by its control
     connection."""
-    flat: Any = dispatch(aten.clone.default, (), (tensor,), {"memory_format": torch.contiguous_format})
-    flat = dispatch(aten.view.default, (), (flat, [-1]))
+    flat: Any = part(aten.clone.default, (), (tensor,), {"memory_format": torch.contiguous_format})
+    flat = part(aten.view.default, (), (flat, [-1]))
     for op, *args in _CHECKSUM:
-        flat = dispatch(op, (), (flat, *args))
+        flat = part(op, (), (flat, *args))
     return int(flat)
 
 
@@ -165,7 +165,7 @@ def _ref(tensor: DistributedTensor) -> int:
     return tensor._h.ref or materialise(tensor._h)
 
 
-def _said(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:
+def _geometry_on_node(tensor: DistributedTensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Asks the node for the shape and the dtype that it has for a tensor."""
     place, ref, out = tensor._place, _ref(tensor), new_ref()
     alias = Handle(out, tensor._h.meta)  # frees the alias at its end
@@ -181,6 +181,6 @@ def _bytes(tensor: DistributedTensor, size: int) -> DistributedTensor:
     """Returns all of a tensor's memory as one uint8 tensor."""
     bare: Any = tensor
     for is_lazy, undo in zip(tensor._h.meta.bits, (aten._conj.default, aten._neg_view.default), strict=True):
-        bare = dispatch(undo, (), (bare,)) if is_lazy else bare
-    one = dispatch(aten.as_strided.default, (), (bare, [1], [1], 0))
-    return dispatch(aten.as_strided.default, (), (dispatch(aten.view.dtype, (), (one, torch.uint8)), [size], [1], 0))  # type: ignore[no-any-return]
+        bare = part(undo, (), (bare,)) if is_lazy else bare
+    one = part(aten.as_strided.default, (), (bare, [1], [1], 0))
+    return part(aten.as_strided.default, (), (part(aten.view.dtype, (), (one, torch.uint8)), [size], [1], 0))  # type: ignore[no-any-return]

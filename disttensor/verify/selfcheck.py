@@ -1,8 +1,10 @@
 """``init_master_worker(verify=0.01)``: computes that share of operations by local torch as well, and compares values.
 
-Wrappers are on all paths of an operation to a node while such a session runs, and at no other time. A wrapper fetches
-an operation's operands before it runs (with the node's own strides, and with memory shared as there), has local torch
-do the same, and compares results, and all memory that the operands lie in. A difference raises VerifyError.
+All that an operation can come by is surrounded while such a session runs, and at no other time: ``dispatch`` looks
+operators up in another table (``op_table.surround``), and composites, copies and collectives ask whether there is a
+check. That fetches an operation's operands before it runs (with the node's own strides, and with memory shared as
+there), has local torch do the same, and compares results, and all memory that the operands lie in. A difference raises
+VerifyError.
 """
 
 from __future__ import annotations
@@ -21,14 +23,13 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..collectives.issue import CollectiveCall
-from ..dispatch import method_shortcuts
 from ..dispatch.call_site import here
 from ..dispatch.copies import move
-from ..dispatch.dispatch import dispatch, issue, run
-from ..dispatch.op_plan import OpEntry, Plan
-from ..dispatch.op_table import entries
-from ..proxy.meta import Handle, contiguous
-from ..proxy.proxy import DistributedTensor, operand_name, proxy
+from ..dispatch.dispatch import handle, run
+from ..dispatch.op_plan import OpEntry
+from ..dispatch.op_table import surround
+from ..proxy.meta import contiguous
+from ..proxy.proxy import DistributedTensor, operand_name
 from ..runtime.channel.base import Arrival
 from ..runtime.master.failures import Site, line_of
 from ..runtime.master.route import route
@@ -40,9 +41,7 @@ from ..runtime.protocol.errors import VerifyError
 from ..session.places import MeshPlace, NodePlace, Place
 from ..session.session import Session
 from ..session.transfers import Transfers
-from ..tasks import sending
-from ..torch_backend import register
-from ..torch_backend.composites import linear, overrides
+from ..torch_backend.composites import overrides
 from .agreement import geometry_differs, leaves, memory_differs, values_differ
 from .images import Images, Name, local_sum, sum_of, under
 from .references import SPARSE, collected, compute, draws, place_of, plain_torch, private_from, skipped, without_values
@@ -85,8 +84,6 @@ class SelfCheck:
         self._partly: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
         self._inside = local()  #: whether this thread's operations are the check's own
-        self._doors: list[tuple[Any, str, Any]] = []
-        self._ops: dict[str, OpOverload] = {}
 
     def counts(self) -> Counts:
         return Counts(self._issued, dict(self._compared), dict(self._partly), dict(self._skipped))
@@ -94,48 +91,27 @@ class SelfCheck:
     # ---- where it stands ---------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Puts the wrappers on the paths that an operation can take."""
-        self._put(DistributedTensor, "__torch_dispatch__", staticmethod(self.dispatch))
-        self._put(method_shortcuts, "issue", self.issue)
-        for module in (linear, register):
-            self._put(module, "dispatch", self.dispatch)
-        self._put(register, "run", self.run)
-        self._put(sending, "move", self.move)
-        self._put(
-            CollectiveCall,
-            "issue",
-            lambda collective, session, async_op: self.collective(collective, session, async_op),
-        )
+        """Surrounds all that an operation can come by."""
+        surround(self.entry, self.run)
+        self.session.check = self
         self.session.transfers = CheckedTransfers(self, self.transfers)
         overrides.surround(self.composite)
 
     def remove(self) -> None:
-        """Removes the wrappers."""
-        while self._doors:
-            setattr(*self._doors.pop())
+        """Has operations be issued as without a check."""
+        surround(None)
+        self.session.check = None
         self.session.transfers = self.transfers
         overrides.surround(None)
 
-    def _put(self, owner: Any, name: str, wrapper: Any) -> None:
-        self._doors.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, wrapper)
-
     # ---- the ways ----------------------------------------------------------------------------------------------------
 
-    def dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Replaces ``dispatch.dispatch``."""
-        return self.operation(func, args, kwargs or {}, partial(dispatch, func, types, args, kwargs))
-
-    def issue(self, plan: Plan, h: Handle, b: Any) -> Any:
-        """Replaces ``dispatch.issue``, where the fast path calls it."""
-        name = plan.specs[0]
-        if name not in self._ops:
-            self._ops = {entry.name: entry.op for entry in list(entries.values())}
-        args = (proxy(h),) if b is None else (proxy(h), b)
-        return self.operation(self._ops[name], args, {}, partial(issue, plan, h, b))
+    def entry(self, entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Surrounds an operation on proxies."""
+        return self.operation(entry.op, args, kwargs, partial(handle, entry, args, kwargs))
 
     def run(self, entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place | None) -> Any:
-        """Replaces ``dispatch.run``, where factories call it."""
+        """Surrounds a factory."""
         return self.operation(entry.op, args, kwargs, partial(run, entry, args, kwargs, place), place)
 
     def composite(self, op: OpOverload, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -177,11 +153,11 @@ class SelfCheck:
         told = self._quiet(lambda: self._compare(op, before, given, result, place, state))
         if told is not _NOTHING:
             self._compared[op.name()] += 1
-            self._tell(told, op.name(), place, [x for x in leaves((args, tuple(kwargs.values())))])
+            self._raise_difference(told, op.name(), place, [x for x in leaves((args, tuple(kwargs.values())))])
         return result
 
     def move(self, tensor: DistributedTensor, place: Place) -> DistributedTensor:
-        """Replaces ``copies.move``, where users' functions are given tensors."""
+        """Is called in the place of ``copies.move`` where users' functions are given tensors."""
         return self._copied("a copy between nodes", partial(move, tensor, place), tensor, place)
 
     def upload(
@@ -217,7 +193,7 @@ class SelfCheck:
             if actual is not _NOTHING:
                 self._compared[what] += 1
                 told = geometry_differs(actual, expected, strides=False) or values_differ(actual, expected, "cpu")
-                self._tell(told and f"what has come: {told}", what, place, [("", source)])
+                self._raise_difference(told and f"what has come: {told}", what, place, [("", source)])
         return result
 
     def download(
@@ -263,11 +239,12 @@ class SelfCheck:
         self._compared[what] += 1
         same = not result.numel() or local_sum(result) == expected
         told = "" if same else "what has come: its bytes are not those that the node has, by the checksums of both"
-        self._tell(told, what, source._place, [("", source)])
+        self._raise_difference(told, what, source._place, [("", source)])
 
     def collective(self, collective: CollectiveCall, session: Session, async_op: bool) -> Any:
-        """Wraps ``CollectiveCall.issue``: an asynchronous collective that is chosen is done when it returns."""
-        call = partial(_issue_collective, collective, session, async_op)
+        """Is called in the place of ``CollectiveCall.issue``: an asynchronous collective that is chosen is done when it
+        returns."""
+        call = partial(collective.issue, session, async_op, checked=True)
         if not self._chosen():
             return call()
         kind = KINDS[collective.kind]
@@ -291,7 +268,9 @@ class SelfCheck:
             place = session.places.at(node)
             for i, (actual, right) in enumerate(zip(got, wanted, strict=True)):
                 told = values_differ(actual, right.reshape(actual.shape), place.kernels, size, collective.transport)
-                self._tell(told and f"tensor {i} of node {node}: {told}", collective.kind, place, [("", part.outs[i])])
+                self._raise_difference(
+                    told and f"tensor {i} of node {node}: {told}", collective.kind, place, [("", part.outs[i])]
+                )
         return work
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -386,7 +365,7 @@ class SelfCheck:
             return "the generator's state after it is not that of local torch: it has drawn more, or fewer, numbers"
         return ""
 
-    def _tell(self, told: str, name: str, place: Place, operands: list[tuple[str, Any]]) -> None:
+    def _raise_difference(self, told: str, name: str, place: Place, operands: list[tuple[str, Any]]) -> None:
         """Raises VerifyError with the text of a difference, if there is one."""
         if not told:
             return
@@ -436,7 +415,6 @@ def _mixed(number: int) -> int:
 
 
 _BITS = (1 << 64) - 1
-_issue_collective = CollectiveCall.issue
 
 
 def _unrun() -> str:
@@ -489,7 +467,7 @@ _now: SelfCheck | None = None
 _newest = Counts(0, {}, {}, {})
 
 
-def begin(session: Session, share: float) -> None:
+def begin_comparing(session: Session, share: float) -> None:
     """Has a share (0 to 1) of the session's operations compared."""
     global _now
     if share:
@@ -497,7 +475,7 @@ def begin(session: Session, share: float) -> None:
         _now.install()
 
 
-def end() -> None:
+def end_comparing() -> None:
     """Ends all comparisons."""
     global _now, _newest
     if _now is not None:
@@ -521,4 +499,4 @@ def counts() -> Counts:
     return _newest if _now is None else _now.counts()
 
 
-__all__ = ["Counts", "VerifyError", "begin", "counts", "end", "share_of"]
+__all__ = ["Counts", "VerifyError", "begin_comparing", "counts", "end_comparing", "share_of"]

@@ -13,11 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..host.silence import Silence
+from ..process.renamed import old_methods
 from ..protocol.errors import BrokenError
 
 MASTER = -1
@@ -101,6 +102,10 @@ class PeerInfo:
 class Transfer(ABC):
     """A transfer on its way. ``wait`` may be called by any thread, any number of times."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        old_methods(Transfer, cls, {"note": "add_background_callback"})
+
     @abstractmethod
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the tensor may be used again (send) or holds the data (receive).
@@ -116,7 +121,7 @@ class Transfer(ABC):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Calls ``fn`` once when the transfer has ended (in any thread; it must not block), or now if it has."""
 
-    def note(self, fn: Callable[[], None]) -> None:
+    def add_background_callback(self, fn: Callable[[], None]) -> None:
         """Does what ``add_done_callback`` does, for a caller that is not waiting: a channel need not hurry for it."""
         self.add_done_callback(fn)
 
@@ -145,8 +150,8 @@ class Arrival(Transfer):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._transfer.add_done_callback(fn)
 
-    def note(self, fn: Callable[[], None]) -> None:
-        self._transfer.note(fn)
+    def add_background_callback(self, fn: Callable[[], None]) -> None:
+        self._transfer.add_background_callback(fn)
 
 
 class DataChannel(ABC):
@@ -177,6 +182,10 @@ class DataChannel(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        old_methods(DataChannel, cls, {"forget": "mark_lost"})
+
     @classmethod
     def unavailable(cls, rank: int) -> str:
         """Returns the reason why the channel can't be used in this process; an empty text if it can.
@@ -198,7 +207,12 @@ class DataChannel(ABC):
 
     @abstractmethod
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
-        """Learns the other peers. Connections are made at first use. May be called again with more peers."""
+        """Learns peers, each before the first transfer with it. Called again with more of them.
+
+        The other end learns of this one by a command of its own, which it may take much later, having computed
+        meanwhile: a transfer with it waits until then, and a call that comes before this method is kept waiting.
+        Connections are made at first use.
+        """
 
     @abstractmethod
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
@@ -303,7 +317,7 @@ class DataChannel(ABC):
             root: the place in ``ranks`` of the root, where the kind has one.
             number: an id that is the same on all ranks, and not used again.
 
-        When a rank is lost (``forget`` tells of it at last) or fails in it, it raises ChannelError on all ranks that
+        When a rank is lost (``mark_lost`` tells of it at last) or fails in it, it raises ChannelError on all ranks that
         would wait for that one (BrokenError(text, rank) if one is known to be lost) and may then be called again;
         ``outs`` have arbitrary contents.
         """
@@ -315,13 +329,13 @@ class DataChannel(ABC):
         Called on all ``ranks`` after a collective in which one of them was in trouble, before their next one.
         """
 
-    def forget(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
+    def mark_lost(self, peer: int, why: str) -> None:  # noqa: B027 - a channel without connections has nothing to do
         """Marks ``peer`` as lost: transfers with it fail with BrokenError(why), now and later."""
 
     def expire(self, peer: int, why: str) -> None:  # noqa: B027 - one whose library sees to it has nothing to do
         """Notes that ``peer`` sends nothing any more: what it has sent still arrives, and waiting for more fails.
 
-        Called by another thread than the one that uses the channel, which may be waiting; ``forget`` comes later.
+        Called by another thread than the one that uses the channel, which may be waiting; ``mark_lost`` comes later.
         """
 
     def failure(self, peer: int) -> str:

@@ -34,7 +34,7 @@ class Parcel(ABC):
     """A payload that the peer has announced. Used by the reader's thread."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discards the payload, which nobody wants."""
 
     def lend(self) -> torch.Tensor | None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TypeAlias
 
 import torch
 
-from .base import Arrival, DataChannel, PeerInfo, Transfer
+from ..process.observing import Seam, TransferDone
+from .base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
 
 #: The number, in place of a peer's, of collectives that the channel does itself.
 GROUP = -2
@@ -54,8 +56,8 @@ class TransferTally:
         finally:
             self._lock.release()
 
-    def begin(self, nbytes: int, start: float) -> None:
-        """Counts a transfer that began at ``start`` and is under way until ``end``."""
+    def begin_transfer(self, nbytes: int, start: float) -> None:
+        """Counts a transfer that began at ``start`` and is under way until ``end_transfer``."""
         self._lock.acquire()
         try:
             self.calls += 1
@@ -66,7 +68,7 @@ class TransferTally:
         finally:
             self._lock.release()
 
-    def end(self) -> None:
+    def end_transfer(self) -> None:
         now = perf_counter()
         self._lock.acquire()
         try:
@@ -76,6 +78,15 @@ class TransferTally:
                 self.seconds += now - self._since
         finally:
             self._lock.release()
+
+    def under_way(self) -> tuple[int, float, int, int, float] | None:
+        """Returns how many transfers are under way, and for how many seconds at least one has been; with ``figures``.
+        None where none is."""
+        with self._lock:
+            if not self._running:
+                return None
+            since = max(0.0, perf_counter() - self._since)
+            return self._running, since, self.calls, self.bytes, self.seconds + since
 
     def figures(self) -> Figures:
         """Returns calls, bytes, seconds; for transfers under way, the seconds until now."""
@@ -94,13 +105,15 @@ class _Tallies(dict[int, TransferTally]):
 class CountedChannel(DataChannel):
     """Wraps a channel and counts its transfers. ``use`` names their purpose.
 
-    Transfers are counted as they begin, refusals not.
+    Transfers are counted as they begin, refusals not. Observers at the seam are told of each when it has ended.
     """
 
     name = "counted"
 
-    def __init__(self, inner: DataChannel, use: str = "") -> None:
+    def __init__(self, inner: DataChannel, use: str = "", seam: Seam | None = None) -> None:
         self.inner, self.use = inner, use
+        self._seam = Seam(MASTER) if seam is None else seam
+        self._transferred = self._seam.transferred
         self.name, self.capabilities = inner.name, inner.capabilities  # type: ignore[misc]  # in place of the class's
         self._sent, self._received = _Tallies(), _Tallies()
         self._forgotten: dict[int, str] = {}  #: why peers are lost, for channels that do not keep it
@@ -115,24 +128,34 @@ class CountedChannel(DataChannel):
             self._sent[peer].add(tensor.nbytes, start)
         else:
             tally = self._sent[peer]
-            tally.begin(tensor.nbytes, start)
-            sending.note(tally.end)
+            tally.begin_transfer(tensor.nbytes, start)
+            sending.add_background_callback(tally.end_transfer)
+        if self._transferred.listeners:
+            sending.add_background_callback(self._end_reporter(peer, True, transfer, tensor.nbytes, start))
         return sending
 
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         start = perf_counter()
         receiving = self.inner.irecv(tensor, peer, transfer)
         tally = self._received[peer]
-        tally.begin(tensor.nbytes, start)
-        receiving.note(tally.end)  # not ``is_completed``: the channel would take that for a caller that waits
+        tally.begin_transfer(tensor.nbytes, start)
+        receiving.add_background_callback(
+            tally.end_transfer
+        )  # not ``is_completed``: the channel would take that for a caller that waits
+        if self._transferred.listeners:
+            receiving.add_background_callback(self._end_reporter(peer, False, transfer, tensor.nbytes, start))
         return receiving
 
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
         start = perf_counter()
         arriving = self.inner.iarrive(shape, dtype, peer, transfer)
         tally = self._received[peer]
-        tally.begin(math.prod(shape) * dtype.itemsize, start)
-        arriving.note(tally.end)
+        tally.begin_transfer(math.prod(shape) * dtype.itemsize, start)
+        arriving.add_background_callback(tally.end_transfer)
+        if self._transferred.listeners:
+            arriving.add_background_callback(
+                self._end_reporter(peer, False, transfer, math.prod(shape) * dtype.itemsize, start)
+            )
         return arriving
 
     def collective(
@@ -149,12 +172,25 @@ class CountedChannel(DataChannel):
         """Counts the bytes of the inputs and outputs once, for GROUP: how often they travel is the channel's secret."""
         start = perf_counter()
         self.inner.collective(kind, ranks, me, inputs, outs, op, root, number)
-        self._sent[GROUP].add(sum(x.nbytes for x in inputs), start)
-        self._received[GROUP].add(sum(x.nbytes for x in outs), start)
+        self.tally(sum(x.nbytes for x in inputs), sum(x.nbytes for x in outs), start, number)
 
-    def tally(self, sent: int, received: int, start: float) -> None:
+    def tally(self, sent: int, received: int, start: float, number: int = 0) -> None:
         self._sent[GROUP].add(sent, start)
         self._received[GROUP].add(received, start)
+        if self._transferred.listeners:
+            self._end_reporter(GROUP, True, number, sent, start)()
+            self._end_reporter(GROUP, False, number, received, start)()
+
+    def _end_reporter(self, peer: int, sent: bool, transfer: int, nbytes: int, start: float) -> Callable[[], None]:
+        """Returns what tells observers that a transfer has ended, which began at ``start`` (perf_counter)."""
+        began = self._seam.clock.now() - (perf_counter() - start)
+        return partial(self._report_end, began, peer, sent, transfer, nbytes)
+
+    def _report_end(self, began: float, peer: int, sent: bool, transfer: int, nbytes: int) -> None:
+        seam = self._seam
+        self._transferred.notify(
+            TransferDone(seam.clock.now(), began, seam.node, peer, sent, transfer, nbytes, self.name, self.use)
+        )
 
     def regroup(self, ranks: Sequence[int]) -> None:
         self.inner.regroup(ranks)
@@ -167,6 +203,14 @@ class CountedChannel(DataChannel):
             (self.name, self.use, peer, sent.get(peer, none).figures(), received.get(peer, none).figures())
             for peer in sorted({*sent, *received})
         ]
+
+    def under_way(self) -> Iterator[tuple[int, bool, tuple[int, float, int, int, float]]]:
+        """Yields, for each peer and direction in which something is under way: the peer, whether it is sent, and what
+        ``TransferTally.under_way`` returns."""
+        for tallies, sent in ((self._sent, True), (self._received, False)):
+            for peer, tally in sorted(dict(tallies).items()):
+                if (found := tally.under_way()) is not None:
+                    yield peer, sent, found
 
     # ***** as it is *****
 
@@ -195,9 +239,9 @@ class CountedChannel(DataChannel):
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> torch.Tensor:
         return self.inner.staging(shape, dtype, peer)
 
-    def forget(self, peer: int, why: str) -> None:
+    def mark_lost(self, peer: int, why: str) -> None:
         self._forgotten[peer] = why
-        self.inner.forget(peer, why)
+        self.inner.mark_lost(peer, why)
 
     def expire(self, peer: int, why: str) -> None:
         self.inner.expire(peer, why)

@@ -53,7 +53,7 @@ _serial = itertools.count(1)
 class InprocChannel(DataChannel):
     """Copies tensors between threads of one process.
 
-    A rank that ends stays broken for the peers that existed then, even if a new channel takes the rank.
+    A rank that ends stays broken for the peers that existed then, until ``connect`` tells another key for it.
     """
 
     name: ClassVar[str] = "inproc"
@@ -64,7 +64,7 @@ class InprocChannel(DataChannel):
     def __init__(self, context: ChannelContext) -> None:
         self._rank, self._job = context.rank, context.job
         self._address = f"inproc:{context.job}/{context.rank}#{next(_serial)}"
-        self._known: set[int] = set()
+        self._known: dict[int, bytes] = {}  #: the peers' keys, by rank
         self._broken: dict[int, str] = {}  #: rank -> the reason
         self._closed = ""
         with _rooms_lock:
@@ -85,10 +85,15 @@ class InprocChannel(DataChannel):
         return self._address
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None:
-        """Learns ``peers``; this peer's own rank among them is passed over."""
+        """Learns ``peers``; this peer's own rank among them is passed over. Another key for a known rank means that the
+        rank was started anew."""
         with self._room.lock:
             self._check_open()
-            self._known |= peers.keys() - {self._rank}
+            for rank in peers.keys() - {self._rank}:
+                if self._known.get(rank) != peers[rank].key:
+                    self._known[rank] = peers[rank].key
+                    if rank in self._room.members:  # the channel that is there now, whatever was before
+                        self._broken.pop(rank, None)
 
     def isend(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         return self._meet((self._rank, peer, transfer), _Half(tensor, dtype_id(tensor), Ticket()), sends=True)
@@ -119,23 +124,23 @@ class InprocChannel(DataChannel):
             _copy(key, half if sends else other, other if sends else half)
         return half.ticket
 
-    def forget(self, peer: int, why: str) -> None:
+    def mark_lost(self, peer: int, why: str) -> None:
         text = f"rank {peer} is lost to rank {self._rank}: {why}"
         with self._room.lock:
             if peer not in self._known:
                 return
             self._broken.setdefault(peer, text)
-            victims = [half for _, half in self._take(peer)]
+            victims = [half for _, half in self._take_halves(peer)]
         for half in victims:
             half.ticket.fail(BrokenError, text)
 
     def close(self) -> None:
-        self._end("was closed")
+        self._close_as("was closed")
 
     def abort(self) -> None:
-        self._end("was aborted")
+        self._close_as("was aborted")
 
-    def _end(self, how: str) -> None:
+    def _close_as(self, how: str) -> None:
         with _rooms_lock, self._room.lock:
             if self._closed:
                 return
@@ -145,7 +150,7 @@ class InprocChannel(DataChannel):
             for member in room.members.values():
                 member._broken.setdefault(self._rank, f"{gone}; rank {member._rank} cannot reach it any more")
             # Taken out under the lock, ended outside of it: callbacks may call this channel.
-            mine = self._take(None)
+            mine = self._take_halves(None)
             if not room.members and _rooms.get(self._job) is room:
                 del _rooms[self._job]
         for owner, half in mine:
@@ -154,7 +159,7 @@ class InprocChannel(DataChannel):
             else:
                 half.ticket.fail(BrokenError, f"{gone} before its transfer with rank {owner}")
 
-    def _take(self, peer: int | None) -> list[tuple[int, _Half]]:
+    def _take_halves(self, peer: int | None) -> list[tuple[int, _Half]]:
         """Takes the waiting halves of this rank with ``peer``, as (their owner, half); None: all, the peers' too."""
         found = []
         for side, table in enumerate((self._room.sends, self._room.receives)):

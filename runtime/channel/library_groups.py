@@ -46,7 +46,7 @@ class LibraryGroup(Protocol):
 class MailboxCarrier(Protocol):
     """A carrier that can put a value into the peer's mailbox."""
 
-    def tell(self, key: str, value: bytes) -> None: ...
+    def put_in_mailbox(self, key: str, value: bytes) -> None: ...
 
 
 def entry(word: bytes) -> tuple[str, bytes]:
@@ -170,7 +170,7 @@ class GroupedChannel(TcpChannel):
         def tell(key: str, value: bytes) -> None:
             for carrier in others:
                 if isinstance(carrier, MailboxCarrier):
-                    carrier.tell(key, value)
+                    carrier.put_in_mailbox(key, value)
 
         return tell
 
@@ -195,8 +195,8 @@ class GroupedChannel(TcpChannel):
             if rank in ranks:
                 group.cut()
 
-    def _end(self, join: float) -> None:
-        super()._end(join)
+    def _end_threads(self, join: float) -> None:
+        super()._end_threads(join)
         groups = [*self._groups.values(), *self._thrown]
         self._groups.clear()
         for group in groups:

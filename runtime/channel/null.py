@@ -62,7 +62,7 @@ class NullCarrier(Carrier):
 
 
 class _Nothing(Parcel):
-    def drop(self) -> None:
+    def discard(self) -> None:
         pass
 
     def fill(self, memory: memoryview) -> None:

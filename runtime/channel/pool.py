@@ -56,14 +56,14 @@ class WarmPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST:
             return torch.empty(shape, dtype=dtype)
-        block = self._take(nbytes)
+        block = self._take_block(nbytes)
         lease = np.frombuffer(block.memory, dtype=np.uint8, count=nbytes)
         pool = weakref.ref(self)  # no cycle: idle blocks go with the pool at once
-        block.lease = weakref.ref(lease, lambda _: _give(pool(), block))
+        block.lease = weakref.ref(lease, lambda _: _give_back(pool(), block))
         self._used.add(block)
         return torch.frombuffer(lease, dtype=torch.uint8).view(dtype).view(shape)
 
-    def _take(self, nbytes: int) -> _Block:
+    def _take_block(self, nbytes: int) -> _Block:
         with self._lock:
             fit = [block for block in self._idle.copy() if nbytes <= block.nbytes <= 2 * nbytes]
             if fit:
@@ -74,13 +74,13 @@ class WarmPool:
         step = 1 << max(12, nbytes.bit_length() - 4)
         return _Block(-(-nbytes // step) * step)
 
-    def give(self, block: _Block) -> None:
+    def give_back(self, block: _Block) -> None:
         """Takes a block back, whose tensor is gone."""
         self._used.discard(block)
         if len(self._idle) < self._most_blocks and self.idle_bytes() + block.nbytes <= self._most_bytes:
             self._idle.append(block)
 
 
-def _give(pool: WarmPool | None, block: _Block) -> None:
+def _give_back(pool: WarmPool | None, block: _Block) -> None:
     if pool is not None:
-        pool.give(block)
+        pool.give_back(block)

@@ -28,13 +28,13 @@ class Ticket(Transfer):
 
     def finish(self) -> None:
         """Ends the transfer well."""
-        self._end(None)
+        self._end_with(None)
 
     def fail(self, kind: Callable[[str], ChannelError], why: str) -> None:
         """Ends the transfer with an error: ``wait`` raises ``kind(why)``."""
-        self._end((kind, why))
+        self._end_with((kind, why))
 
-    def _end(self, failure: tuple[Callable[[str], ChannelError], str] | None) -> None:
+    def _end_with(self, failure: tuple[Callable[[str], ChannelError], str] | None) -> None:
         if self._claim.acquire(False):
             self._failure = failure
             self._done = True
@@ -75,7 +75,7 @@ class Ticket(Transfer):
         if self._done:
             self._drain()
 
-    note = add_done_callback
+    add_background_callback = add_done_callback
 
     def __repr__(self) -> str:
         state = "under way" if not self._done else "done" if self._failure is None else f"failed: {self._failure[1]}"

@@ -51,6 +51,17 @@ TABLE: dict[str, list[tuple[int, int, Way]]] = {
 }
 
 
+def ways(collective: str, ranks: int) -> list[Way]:
+    """Returns the algorithms that ``choose`` may return for this number of ranks, whatever the bytes."""
+    found: list[Way] = []
+    for most, many, way in TABLE.get(collective, ()):
+        if ranks <= many:
+            found.append(way)
+            if most == _ALWAYS:
+                return found
+    return [*found, Way("direct")]
+
+
 def choose(collective: str, nbytes: int, ranks: int) -> Way:
     """Returns the algorithm of ``collective`` for ``nbytes`` in total (all ranks' parts, where they differ)."""
     return next(

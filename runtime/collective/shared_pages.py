@@ -22,7 +22,9 @@ import torch
 from ..channel.shm.segments import DESCRIPTOR, HEAD, Mapping, Segment
 from ..process import page
 from ..protocol.errors import BrokenError, PoisonedError, ProtocolError
-from .exchange import Exchange
+from . import direct, ring
+from .algorithm_table import choose
+from .exchange import Exchange, pipeline
 from .reduction import ReduceOp
 
 #: The most bytes of a contribution.
@@ -219,7 +221,7 @@ class SharedPagesOfGroups:
                 descriptor = own.describe()
             except OSError:
                 own = None
-        told = _exchanged(exchange, torch.frombuffer(bytearray(descriptor), dtype=torch.uint8))
+        told = _gathered(exchange, torch.frombuffer(bytearray(descriptor), dtype=torch.uint8))
         others: dict[int, Mapping] = {}
         try:
             for i, one in enumerate(told):
@@ -228,13 +230,20 @@ class SharedPagesOfGroups:
         except (OSError, ProtocolError):
             others = {}
         fine = own is not None and len(others) == exchange.size - 1
-        says = _exchanged(exchange, torch.tensor([fine], dtype=torch.uint8))
+        says = _gathered(exchange, torch.tensor([fine], dtype=torch.uint8))
         if own is not None and fine and exchange.error is None and all(bool(one) for one in says):
             own.forget_descriptor()
             return SharedPages(exchange.me, own, others)
         if own is not None:
             own.retire()
         return None
+
+    def forget_rank(self, rank: int) -> None:
+        """Forgets the pages of groups with a rank, in whose place another worker is: they are made anew."""
+        for key in [key for key in self._known if rank in key[1]]:
+            pages = self._known.pop(key)
+            if pages is not None:
+                pages.close()
 
     def close(self) -> None:
         for pages in self._known.values():
@@ -243,9 +252,10 @@ class SharedPagesOfGroups:
         self._known.clear()
 
 
-def _exchanged(exchange: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
-    coming = {i: exchange.recv(mine, i) for i in range(exchange.size) if i != exchange.me}
-    for i in coming:
-        exchange.send(mine, i)
+def _gathered(exchange: Exchange, mine: torch.Tensor) -> list[torch.Tensor]:
+    """Returns all ranks' tensors, by an all_gather between the pairs that one has."""
+    told = [mine if i == exchange.me else torch.empty_like(mine) for i in range(exchange.size)]
+    steps = ring.all_gather if choose("all_gather", 0, exchange.size).algorithm == "ring" else direct.all_gather
+    pipeline([steps(exchange, told)])
     exchange.wait_for_sends()
-    return [mine if i == exchange.me else coming[i].get() for i in range(exchange.size)]
+    return told

@@ -47,7 +47,7 @@ def check_callbacks(channels: Sequence[DataChannel]) -> None:
     need(calls == ["late", "late"], f"done callbacks were called {calls}, not once each after the end")
     failed = threading.Event()
     channels[2].irecv(torch.zeros(3), 0, 1).add_done_callback(failed.set)
-    channels[2].forget(0, "a test")
+    channels[2].mark_lost(0, "a test")
     need(failed.wait(LIMIT), "the done callback of a transfer that failed was not called")
 
 
@@ -56,9 +56,9 @@ def check_forget(channels: Sequence[DataChannel]) -> None:
     lost = channels[2].irecv(torch.zeros(3), 0, 0)
     target = torch.zeros(3)
     kept = channels[2].irecv(target, -1, 0)
-    channels[2].forget(0, "its host caught fire")
-    channels[2].forget(0, "a second reason")
-    channels[2].forget(77, "nobody")
+    channels[2].mark_lost(0, "its host caught fire")
+    channels[2].mark_lost(0, "a second reason")
+    channels[2].mark_lost(77, "nobody")
     later = [channels[2].irecv(torch.zeros(3), 0, 1), channels[2].isend(torch.zeros(3), 0, 2)]
     for one in (lost, *later):
         with raises(BrokenError, "0", "1", "its host caught fire"):

@@ -152,9 +152,9 @@ def check_exits(make: Make) -> None:
     """Checks that a worker's end is reported, once: its exit code or the signal, as a number and in words."""
     with LauncherStage(make) as stage:
         well, badly, killed = stage.start(3)
-        killed.tell("kill", signal.SIGKILL)
-        badly.tell("exit", 3)
-        well.tell("exit", 0)
+        killed.send_order("kill", signal.SIGKILL)
+        badly.send_order("exit", 3)
+        well.send_order("exit", 0)
         for worker, code, cause in (
             (well, 0, "exit code 0"),
             (badly, 3, "exit code 3"),
@@ -176,7 +176,7 @@ def check_tails(make: Make) -> None:
         prints, leaves, fails = stage.start(3)
         prints.ask("show", "stdout", "".join(f"line {i}\n" for i in range(30)) + "unfinished")
         for worker, order, text in ((prints, "exit", 5), (leaves, "exit", "gone fishing"), (fails, "fail", "alas")):
-            worker.tell(order, text)
+            worker.send_order(order, text)
         tail, expected = stage.exited(0).tail, (*(f"line {i}" for i in range(31 - TAIL_LINES, 30)), "unfinished")
         need(tail == expected, f"tail should have the last {TAIL_LINES} lines as they were printed: {tail}")
         event = stage.exited(1)
@@ -191,8 +191,8 @@ def check_output(make: Make) -> None:
         workers = stage.start(2)
         texts = [[f"{worker.rank}:{i:05} {'x' * 40}" for i in range(4000)] for worker in workers]
         for worker, text in zip(workers, texts, strict=True):
-            worker.tell("show", "stdout", "\n".join(text) + f"\nunfinished {worker.rank}")
-            worker.tell("show", "stderr", f"oh {worker.rank}\n")
+            worker.send_order("show", "stdout", "\n".join(text) + f"\nunfinished {worker.rank}")
+            worker.send_order("show", "stderr", f"oh {worker.rank}\n")
         for worker in workers:
             worker.ask("exit", 0)
             stage.exited(worker.rank)
@@ -250,18 +250,18 @@ def check_bad_entry(make: Make) -> None:
 
 
 def check_end(make: Make) -> None:
-    """Checks that ``end`` ends a worker at once, whatever signals it ignores; the others go on."""
+    """Checks that ``end_worker`` ends a worker at once, whatever signals it ignores; the others go on."""
     with LauncherStage(make) as stage:
         first, second, third = stage.start(3)
         second.ask("stubborn", True)
-        if type(stage.launcher).end is Launcher.end:
-            second.tell("kill", signal.SIGKILL)
+        if type(stage.launcher).end_worker is Launcher.end_worker:
+            second.send_order("kill", signal.SIGKILL)
         else:
-            stage.launcher.end(1)
-            stage.gone([second], "end(1) was called")
+            stage.launcher.end_worker(1)
+            stage.gone([second], "end_worker(1) was called")
         event = stage.exited(1)
         need(event.code < 0, f"a worker that was killed should have minus the signal's number as code: {event}")
-        stage.launcher.end(1)  # of a worker that has ended
+        stage.launcher.end_worker(1)  # of a worker that has ended
         for worker in (first, third):
             worker.ask("show", "stdout", "")
         need(len(stage.events) == 4, f"of the other workers nothing should be told: {stage.events}")

@@ -17,7 +17,7 @@ from ..protocol.errors import StartError
 from ..protocol.keys import curve_pair
 from ..transport.zmq import ZmqHub
 from .conformance import need, raises
-from .launcher_stage import LIMIT, MOMENT, LauncherStage, Make, Master, held, nothing_left
+from .launcher_stage import LIMIT, MOMENT, LauncherStage, Make, Master, nothing_left, open_resources
 
 #: Seconds that ``stop`` may take beyond the grace.
 STOP = 10.0
@@ -29,8 +29,8 @@ def check_stop(make: Make) -> None:
         ended, slow, last = stage.start(3)
         ended.ask("exit", 0)
         stage.gone([ended], "it was told to exit")
-        slow.tell("exit", 0, 0.3)
-        last.tell("exit", 7, 0.6)
+        slow.send_order("exit", 0, 0.3)
+        last.send_order("exit", 7, 0.6)
         seconds = stage.stop(LIMIT)
         stage.gone([slow, last], "stop() has returned", MOMENT)
         need(
@@ -49,7 +49,7 @@ def check_stop_by_force(make: Make) -> None:
         stubborn, quiet, prints = workers = stage.start(3)
         stubborn.ask("stubborn", True)
         quiet.ask("quiet")
-        prints.tell("show", "stdout", "what nobody reads\n" * 20_000)
+        prints.send_order("show", "stdout", "what nobody reads\n" * 20_000)
         seconds = stage.stop(0.1)
         stage.gone(workers, "stop() has returned", MOMENT)
         need(seconds < STOP, f"stop(0.1) took {seconds:.1f} s")
@@ -68,11 +68,11 @@ def check_stop_early(make: Make) -> None:
 def check_nothing_held(make: Make) -> None:
     """Checks that a stopped launcher has released everything: descriptors, threads, processes."""
     with nothing_left():
-        before = held()
+        before = open_resources()
         for turn in range(2):
             with LauncherStage(make) as stage:
                 stage.start(2)
-            descriptors, threads = held()
+            descriptors, threads = open_resources()
             if turn == 0:
                 before = descriptors, threads  # with descriptors that are opened once for good
         need(len(descriptors) <= len(before[0]), f"{len(descriptors - before[0])} more descriptors are open")
@@ -126,7 +126,7 @@ def check_ctrl_c(make: Make) -> None:
         master.signal(signal.SIGINT)
         for worker in workers:
             worker.ask("show", "stdout", "")
-        second.tell("exit", 0)
+        second.send_order("exit", 0)
         master.until(lambda: master.exited == [1], "after Ctrl-C events() should tell of the one worker that ended")
         for worker in (first, third):
             worker.ask("show", "stdout", "")

@@ -75,7 +75,7 @@ class Puppet:
             else:
                 self.answers.append(said["answer"])
 
-    def tell(self, order: str, *arguments: object) -> None:
+    def send_order(self, order: str, *arguments: object) -> None:
         """Sends an order. Doesn't wait for an answer: the worker may end by it."""
         self._orders += 1
         self.sock.sendall(json.dumps([order, *arguments]).encode() + b"\n")
@@ -85,7 +85,7 @@ class Puppet:
 
         Raises ConformanceError if the worker ends.
         """
-        self.tell(order, *arguments)
+        self.send_order(order, *arguments)
         deadline = time.monotonic() + LIMIT
         while len(self.answers) < self._orders:
             need(not self.ended, f"the worker of node {self.rank} has ended; it should go on")
@@ -334,7 +334,7 @@ def _named(pid: int) -> str:
     return str(pid)
 
 
-def held() -> tuple[set[str], set[threading.Thread]]:
+def open_resources() -> tuple[set[str], set[threading.Thread]]:
     """Returns the descriptors that this process has open, and its threads, without those of garbage: what is collected
     between two looks would hide what is left open."""
     gc.collect()

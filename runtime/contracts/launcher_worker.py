@@ -69,10 +69,10 @@ class _Worker:
 
     def serve(self) -> int:
         told = msgspec.structs.asdict(self._bundle) | {"secret_key": digest(self._bundle.secret_key)}
-        self._say({"job": self._bundle.job, "rank": self._bundle.rank, "pid": os.getpid(), "bundle": told})
+        self._send_line({"job": self._bundle.job, "rank": self._bundle.rank, "pid": os.getpid(), "bundle": told})
         for line in self._lines():
             order, *arguments = json.loads(line)
-            self._say({"answer": getattr(self, order)(*arguments)})
+            self._send_line({"answer": getattr(self, order)(*arguments)})
         return EX_MASTER_GONE
 
     def _lines(self) -> Iterator[bytes]:
@@ -88,7 +88,7 @@ class _Worker:
                 *lines, rest = (rest + piece).split(b"\n")
                 yield from lines
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _send_line(self, what: dict[str, Any]) -> None:
         self._sock.sendall(json.dumps(what).encode() + b"\n")
 
     # ---- orders: an exception ends the process ---------------------------------------------------------------------
@@ -99,7 +99,7 @@ class _Worker:
     def exit(self, code: int | str, after: float = 0.0) -> None:
         """Exits ``after`` so many seconds, with a last message."""
         time.sleep(after)
-        self._say({"answer": "bye"})
+        self._send_line({"answer": "bye"})
         raise SystemExit(code)
 
     def fail(self, text: str) -> None:

@@ -99,7 +99,7 @@ class Connection:
                 raise TimeoutError(f"{wire.name} has sent nothing for {timeout:g} s")
             if not wire.inbox:
                 raise wire.error()
-            entry = wires.take(wire)
+            entry = wires.take_message(wire)
             if into is None:
                 return entry[1]
             if (why := _unfit(entry[1], into)) is not None:
@@ -115,7 +115,7 @@ class Connection:
         wires, wire = self._wires, self._wire
         with wires.cond:
             if wire.inbox:
-                value = wires.take(wire)[1]
+                value = wires.take_message(wire)[1]
             elif wire.ended is None:
                 wire.waiting.append(future)
                 return future
@@ -181,6 +181,7 @@ def connect(connection_file: str | os.PathLike[str], *, tag: str = "", timeout: 
         wire.admit()
 
     wires = Wires(heard)
+    wires.start()
 
     def end() -> None:
         atexit.unregister(end)

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..master.patience import PATIENCE
 from ..process.own_time import Unheard
+from ..process.signals import LOOK
 from ..protocol.errors import BrokenError, ClosedError, DisttensorError, ProtocolError
-from ..shared.waiting import LOOK
 from .frames import MAX_FIRST, MAX_HEAD, Bye, Come, EndpointValue, MessageReader, Refused, frame, unpack
 
 #: Bytes of messages, and messages, that nobody has taken, beyond which no more of a wire is read.
@@ -77,7 +77,7 @@ class Wire:
 
 
 class Wires:
-    """The thread, and its wires."""
+    """The thread, and its wires. ``start`` follows: the thread calls who has made this."""
 
     def __init__(
         self,
@@ -95,6 +95,8 @@ class Wires:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="disttensor-wires", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     # ---- for users' threads ------------------------------------------------------------------------------------------
@@ -107,10 +109,7 @@ class Wires:
         if self.is_own_thread():
             raise DisttensorError("a callback of recv_async() runs in the thread that moves messages: it can't wait")
         deadline = None if timeout is None else time.monotonic() + timeout
-        tick = None if threading.current_thread() is threading.main_thread() else LOOK
         unheard, patience = Unheard(), PATIENCE
-        if slow is not None:
-            tick = tick or 1.0
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -118,7 +117,7 @@ class Wires:
             if slow is not None and (seconds := unheard.look()) >= patience:
                 patience = 2 * seconds
                 _log.warning("waiting for %.0f s: %s", seconds, slow())
-            self.cond.wait(min(tick or threading.TIMEOUT_MAX, left or threading.TIMEOUT_MAX))
+            self.cond.wait(LOOK if left is None else min(LOOK, left))
         return True
 
     def queue(self, wire: Wire, views: Iterable[memoryview]) -> _Sending:
@@ -134,7 +133,7 @@ class Wires:
         self.wake()
         return sending
 
-    def take(self, wire: Wire) -> tuple[int, Any, int]:
+    def take_message(self, wire: Wire) -> tuple[int, Any, int]:
         """Takes the next message of an inbox that has one, with the lock."""
         entry = wire.inbox.popleft()
         was_full = wire.full
@@ -207,7 +206,7 @@ class Wires:
         self._closed = True
         os.close(self._wake)
 
-    def end(self, wire: Wire, why: str, closed: bool = False) -> None:
+    def end_wire(self, wire: Wire, why: str, closed: bool = False) -> None:
         """Ends a wire, with the lock; called by the thread. What has come stays to be taken."""
         if wire.ended is None:
             wire.ended, wire.closed = why, closed
@@ -233,7 +232,7 @@ class Wires:
                 poller.register(self._arrivals, select.POLLIN)
             with self.cond:
                 for wire in [wire for wire in self.wires if wire.dropping]:
-                    self.end(wire, wire.dropping, closed=True)
+                    self.end_wire(wire, wire.dropping, closed=True)
                 if self._stopping:
                     return
                 if self._futures:
@@ -301,20 +300,22 @@ class Wires:
                 if not got:
                     raise EOFError
                 if (come := wire.reader.took(got)) is not None:
-                    self._come(wire, come)
+                    self._handle_message(wire, come)
             except EOFError:
                 with self.cond:
                     if wire.said_bye:
-                        self.end(wire, "is closed here", closed=True)
+                        self.end_wire(wire, "is closed here", closed=True)
                     else:
-                        self.end(wire, "has ended without a word: it was killed, or its host or the network is gone")
+                        self.end_wire(
+                            wire, "has ended without a word: it was killed, or its host or the network is gone"
+                        )
             except ProtocolError as e:
                 with self.cond:
                     with suppress(BrokenError, ClosedError, OSError):
                         wire.sock.send(frame(Refused(str(e)[:300])), socket.MSG_NOSIGNAL)
-                    self.end(wire, f"has said what this version does not understand: {e}")
+                    self.end_wire(wire, f"has said what this version does not understand: {e}")
 
-    def _come(self, wire: Wire, come: Come) -> None:
+    def _handle_message(self, wire: Wire, come: Come) -> None:
         if isinstance(come.said, EndpointValue) and wire.admitted:
             nbytes = come.nbytes  # before it is made
             value = unpack(come)
@@ -332,7 +333,7 @@ class Wires:
         else:
             with self.cond:
                 if isinstance(come.said, Bye):
-                    self.end(wire, "is closed here" if wire.said_bye else "has closed its end", closed=True)
+                    self.end_wire(wire, "is closed here" if wire.said_bye else "has closed its end", closed=True)
                 else:
                     self._heard(wire, come)
                     self.cond.notify_all()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..process.renamed import old_names
-from ..protocol.bundle import told, understood
+from ..protocol.bundle import names_as_text, names_from_text
 from ..protocol.errors import UNDECODABLE
 from .output_options import Output
 from .silence import Silence
@@ -52,14 +52,14 @@ class LaunchSpec(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 def text_of(spec: LaunchSpec) -> str:
     """Returns a launch spec as the text that ``spec_of_dtrun`` reads from the environment."""
-    return msgspec.json.encode(told(spec)).decode()
+    return msgspec.json.encode(names_as_text(spec)).decode()
 
 
 def spec_of_dtrun() -> LaunchSpec | None:
     """Returns the launch spec of the dtrun around this process; None without one. Raises ValueError for a bad one."""
     text = os.environ.get(PLAN, "")
     try:
-        return understood(msgspec.json.decode(text, type=LaunchSpec)) if text else None
+        return names_from_text(msgspec.json.decode(text, type=LaunchSpec)) if text else None
     except UNDECODABLE as e:
         raise ValueError(f"{PLAN}={text!r} is not a plan of dtrun's: {e}") from e
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..process.page import Beside
+from ..process.renamed import old_methods
 from ..protocol.bundle import Bundle
 from ..protocol.errors import StartError
 from ..protocol.keys import curve_pair
@@ -64,12 +66,15 @@ class Sight:
     rss: int  #: bytes of memory
     stack: str  #: the stacks of its threads; empty for a stopped process
     beside: tuple[Beside, ...] = ()  #: the functions that run on its streams, oldest first
+    stacks: bool = True  #: whether its stacks were asked for
+    cpu: float = 0.0  #: seconds for which it has run on cores
+    lived: float = 0.0  #: seconds since its start
 
 
 class Launcher(ABC):
     """Starts and ends workers. Used by one session, which takes care of ``events`` and ``stop``.
 
-    ``start``, ``events`` and ``end`` return at once; ``flush`` and ``stop`` wait.
+    ``start``, ``events`` and ``end_worker`` return at once; ``flush`` and ``stop`` wait.
 
     Attributes:
         capacity: the most nodes that it can start; None: as many as are asked for.
@@ -78,6 +83,10 @@ class Launcher(ABC):
         watches: its own processes on other hosts tell when nothing is heard of one, and stop nodes that hear nothing.
         vacant: the number of further nodes that could be started at once; ``events`` updates it.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        old_methods(Launcher, cls, {"end": "end_worker"})
 
     capacity: int | None = None  #: the most nodes; None: as many as are asked for
     listen: tuple[str, ...] = ("127.0.0.1",)  #: addresses of this host that nodes reach, where the master has to listen
@@ -151,7 +160,11 @@ class Launcher(ABC):
     def look(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
         """Asks for a Sight of a worker, which ``events`` brings soon; none comes for one that has ended."""
 
-    def end(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
+    def glance(self, rank: int) -> None:
+        """Asks for a Sight without the stacks of the worker's threads, which costs the worker nothing."""
+        self.look(rank)
+
+    def end_worker(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
         """Ends a worker that is lost to the master, at once: its peers may be waiting for its messages.
 
         Its process group ends with it; nothing happens if it has ended already.

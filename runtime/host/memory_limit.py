@@ -44,12 +44,12 @@ class MemoryGroup:
         while True:
             with contextlib.suppress(OSError, ValueError):  # "max" is none
                 limit = int((folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).read_text())
-                found.append((limit, max(0, limit - self._taken(folder))))
+                found.append((limit, max(0, limit - self._memory_taken(folder))))
             if folder == self.top or folder == folder.parent:
                 return found
             folder = folder.parent
 
-    def _taken(self, folder: Path) -> int:
+    def _memory_taken(self, folder: Path) -> int:
         with contextlib.suppress(OSError, ValueError):
             taken = int((folder / ("memory.current" if self.v2 else "memory.usage_in_bytes")).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
@@ -87,9 +87,9 @@ class MemoryKills:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self.begin()
+        self.start_counting()
 
-    def begin(self) -> None:
+    def start_counting(self) -> None:
         """Has kills until now count for nothing. To be called while there are no children."""
         self._group = memory_group(self._proc)
         self._explained = self._kills() or 0  #: of the kills that were counted, those that are known to be others

@@ -20,7 +20,7 @@ class Shortages:
         self._log, self._clock = log, clock
         self._next, self._pause = -float("inf"), _FIRST
 
-    def note(self, name: str, error: OSError) -> None:
+    def note_shortage(self, name: str, error: OSError) -> None:
         """Notes that a connection could not be taken."""
         now = self._clock()
         if now < self._next:
@@ -43,7 +43,7 @@ class Refusals:
         self._pause = _FIRST
         self.count = 0
 
-    def note(self, address: str, why: str) -> None:
+    def note_refusal(self, address: str, why: str) -> None:
         """Counts a connection from ``address``, refused because of ``why``, and logs it if the time has come."""
         with self._lock:
             self.count += 1

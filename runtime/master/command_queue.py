@@ -10,10 +10,17 @@ goes to the link, which packs all that overlaps it and opens it (``Sender.open``
 order in which they were issued, and the hot path looks at one number as before. What makes that right without a lock:
 
 - Who shuts a queue sets its limit first, and packs it then. Who appends to it appends first, and reads the limit then.
-  So a command that was appended to a shut queue is either packed, or its thread finds the limit 0.
+  So a command that was appended to a shut queue is either packed, or its thread finds the limit 0: as long as a queue
+  is shut nobody sets another one, not for a moment. So the limit of a queue that overlaps others is raised with the
+  link's lock, under which queues are shut.
 - A thread that has appended to a shut queue returns only when the link has opened it. So nobody knows of the result
   yet, and no command in another queue depends on it. Where it has to be packed before, it comes behind all that is in
-  open queues that overlap this one, on which it may depend (``pack_in_order``).
+  open queues that overlap this one, on which it may depend (``pack_in_order``); what is appended to it while these are
+  packed is left to its thread.
+
+A queue in which nothing was left for a while is *asleep*: the idle flush does not look at it. Its limit is that of one
+command, so that whoever appends to it goes to the link, which rouses it. Here, too, who puts it to sleep sets the limit
+first, and looks at the queue then; and as long as it is ``eager`` nothing raises the limit.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from itertools import count
 from operator import sub
 from typing import Any
 
+from ..process.observing import CommandIssued, ScriptSeam
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
@@ -55,7 +63,7 @@ def _free(refs: list[int]) -> c.Free:
 
 
 def _alone(queue: CommandQueue) -> None:
-    """Does nothing: the queue overlaps no other one, so that nothing has to come before it."""
+    """Does nothing: the queue overlaps no other one, so that nothing has to come before it; or nobody looks at it."""
 
 
 def _nowhere(rank: int) -> str:
@@ -63,20 +71,49 @@ def _nowhere(rank: int) -> str:
     return ""
 
 
+class ToldQueue:
+    """Takes the place of a queue for issuing threads while observers listen, and tells them of each command."""
+
+    __slots__ = ("_queue", "_ranks", "_seam")
+
+    def __init__(self, ranks: tuple[int, ...], queue: list[Any], seam: ScriptSeam) -> None:
+        self._ranks, self._queue, self._seam = ranks, queue, seam
+
+    def __iadd__(self, items: tuple[Any, ...]) -> ToldQueue:
+        self._queue += items
+        now, issued = self._seam.clock.now(), self._seam.issued
+        for command, site in zip(items[::2], items[1::2], strict=True):
+            stream = ""
+            if type(command) is c.On:
+                stream, command = str(command.stream), command.command
+            issued.notify(CommandIssued(now, self._ranks, stream, command, site))
+        return self
+
+    extend = __iadd__
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
 class CommandQueue:
     """The queue of one place, whose commands go to all of ``members``."""
 
     __slots__ = (
+        "_entry",
         "_gone",
         "_holds",
+        "_observers",
         "_routes",
         "_taking",
+        "asleep",
         "batch",
         "blocking",
         "commands",
         "dead",
+        "eager",
         "free_all",
         "limit",
+        "lock",
         "looked",
         "lost",
         "moved",
@@ -86,9 +123,11 @@ class CommandQueue:
         "queue",
         "ranks",
         "ready",
+        "rouse",
         "shut",
         "unheld",
         "unsendable",
+        "used",
         "where",
     )
 
@@ -104,6 +143,8 @@ class CommandQueue:
         #: the object that issuing threads append to: the queue, or a Tap while one of them has a route. To be read into
         #: a local name first: `+=` on this attribute could undo a change that another thread's `add_route` just made
         self.commands: Any = self.queue
+        self._entry: Any = self.queue  #: the queue, or a ToldQueue: where commands go that are past any route
+        self._observers: ScriptSeam | None = None
         self._routes = 0
         self.dead: list[int] = []
         #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
@@ -121,6 +162,8 @@ class CommandQueue:
         self.open: Callable[[CommandQueue], None] = _alone
         #: queues the frees of what is dead in this queue and in all that overlap it: the link's, too
         self.free_all: Callable[[CommandQueue], None] = _alone
+        #: the link's lock, for a queue that overlaps others
+        self.lock: threading.RLock | None = None
         #: says for a loss which part of the place is gone with a node
         self.where: Callable[[int], str] = _nowhere
         self.lost: NodeLost | None = None  #: the error that says why a node of them is gone, once one is
@@ -132,6 +175,11 @@ class CommandQueue:
         self.ready: Sequence[bytes] = ()  #: messages that wait to be sent
         self.unsendable: DisttensorError | None = None  #: a command that could not be sent; the link raises it
         self.blocking = blocking  #: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)
+        self.asleep = False  #: whether the idle flush does not look at the queue
+        self.eager = blocking  #: whether each append is to come to the link: the queue is blocking, or asleep
+        #: has the idle flush look at the queue: the link's
+        self.rouse: Callable[[CommandQueue], None] = _alone
+        self.used = False  #: whether it was ever roused, so that something may be left in it
 
     @property
     def members(self) -> Sequence[CommandQueue]:
@@ -142,7 +190,19 @@ class CommandQueue:
         """Counts one thread more (or, with -1, one less) that has a route."""
         with self._taking:
             self._routes += by
-            self.commands = Tap(self.ranks, self.queue) if self._routes else self.queue
+            self._switch()
+
+    def observe(self, seam: ScriptSeam | None) -> None:
+        """Has the observers at ``issued`` told of each command from now on, except frees; None: nobody."""
+        with self._taking:
+            self._observers = seam
+            self._switch()
+
+    def _switch(self) -> None:
+        """Has issuing threads append to what the routes and the observers want."""
+        seam = self._observers
+        self._entry = self.queue if seam is None else ToldQueue(self.ranks, self.queue, seam)
+        self.commands = Tap(self.ranks, self._entry) if self._routes else self._entry
 
     def add(self, command: c.Command, site: Site | None = None) -> bool:
         """Appends a command; returns whether the caller has to flush. The hot path has this inlined."""
@@ -150,13 +210,18 @@ class CommandQueue:
         commands += (command, site)
         if self.shut:
             self.open(self)
+        if self.asleep:
+            self.rouse(self)
         return len(commands) >= self.limit
 
     def put(self, command: c.Command, site: Site | None = None) -> None:
         """Appends a command past any route: to the nodes' default streams, and into no recording."""
-        self.queue += (command, site)
+        entry = self._entry
+        entry += (command, site)
         if self.shut:
             self.open(self)
+        if self.asleep:
+            self.rouse(self)
 
     def pack(self) -> None:
         """Moves the queue to the members' messages, pending frees last. The caller holds the link's lock.
@@ -176,26 +241,34 @@ class CommandQueue:
 
     def pack_in_order(self) -> None:
         """Moves the commands of the queue to the members' messages, behind those that they may depend on. The caller
-        holds the link's lock."""
+        holds the link's lock.
+
+        Of a shut queue only those that are there now: what comes while the others are packed may depend on what has
+        come to these since, and its thread opens the queue.
+        """
         if self.shut:
+            there = len(self.queue)
             for other in self.overlaps:
                 if other.queue and not other.shut:
                     other.pack_commands()
-        self.pack_commands()
+            if there:
+                self.pack_commands(there)
+        else:
+            self.pack_commands()
 
-    def pack_commands(self) -> None:
+    def pack_commands(self, first: int = 0) -> None:
         """Moves the commands of the queue to the members' messages. The caller holds the link's lock.
 
-        Nothing has changed until all of it is packed, so that an error (no memory) loses no command.
+        ``first``: how many of what is in the queue, sites too; 0: all of it. Nothing has changed until all of it is
+        packed, so that an error (no memory) loses no command.
         """
-        n = len(self.queue)
+        queue = self.queue
+        n = first or len(queue)
         if not n:
             return
-        commands: list[c.Command] = self.queue[:n:2]  # type: ignore[assignment]
-        sites: list[Site | None] = self.queue[1:n:2]  # type: ignore[assignment]
-        self._deliver(commands, sites)
-        self.moved += len(commands)
-        del self.queue[:n]
+        self._deliver(queue[:n:2], queue[1:n:2])  # type: ignore[arg-type]
+        self.moved += n // 2
+        del queue[:n]
         self.set_flush_threshold(next_threshold(self, self.most))
 
     def _deliver(self, commands: list[c.Command], sites: list[Site | None]) -> None:
@@ -225,13 +298,13 @@ class CommandQueue:
             next(_frees)
             self.queue += (_free(refs[start : start + MAX_FREE]), None)
 
-    def hold(self, ref: int) -> None:
+    def hold_ref(self, ref: int) -> None:
         """Keeps ``ref`` from being freed before its ``release``: a graph uses it. The ref is alive now."""
         with self._taking:
             self._holds[ref] = self._holds.get(ref, 0) + 1
 
     def release(self, refs: Iterable[int], made: bool = True) -> None:
-        """Undoes ``hold`` for each ref; those that died meanwhile are freed, if the node has ever ``made`` them."""
+        """Undoes ``hold_ref`` for each ref; those that died meanwhile are freed, if the node has ever ``made`` them."""
         with self._taking:
             for ref in refs:
                 self._holds[ref] -= 1
@@ -264,9 +337,19 @@ class CommandQueue:
                 self.dead += refs  # there may be uses of them; whoever packs this queue packs that one first
             else:
                 self._queue_frees(refs)
-        self.limit = min(self.batch, len(self.queue) + 2 * SWEEP)
-        if self.shut or self.over:  # as below
+        if self.lock is None:
+            self._raise_limit()
+        else:
+            with self.lock:
+                self._raise_limit()
+
+    def _raise_limit(self) -> None:
+        """Sets the limit at which the next sweep is due, some commands later."""
+        self.limit = 0 if self.shut else min(self.batch, len(self.queue) + 2 * SWEEP)
+        if self.over:  # as below
             self.limit = 0
+        elif self.asleep and not self.shut:
+            self.limit = 2
 
     @uninterrupted
     def free_dead(self) -> None:
@@ -280,20 +363,53 @@ class CommandQueue:
             self.free_all(self)
 
     def set_flush_threshold(self, batch: int) -> None:
-        """Sets the ``len(commands)`` at which the next message leaves."""
+        """Sets the ``len(commands)`` at which the next message leaves. The caller holds the lock, if there is one."""
         self.batch = batch
-        self.limit = min(batch, 2 * SWEEP)
-        # both are looked at after the limit was set, and set before it by a thread that shuts or ends the queue: it
-        # stays 0
-        if self.over:
+        self.limit = 0 if self.shut else min(batch, 2 * SWEEP)
+        if self.over:  # set before the limit by a thread that ends the queue, and looked at after it: it stays 0
             self.batch = self.limit = 0
-        elif self.shut:
-            self.limit = 0
+
+    def block(self) -> None:
+        """Has every command flushed at once from now on."""
+        self.blocking = self.eager = True
+        self.set_flush_threshold(2)
+
+    @property
+    def left(self) -> bool:
+        """Returns whether something is packed for a member that is not lost, and has not been sent."""
+        return any([member.lost is None and (member.pieces or member.ready) for member in self.members])
+
+    @property
+    def has_rest(self) -> bool:
+        """Returns whether something waits to be sent."""
+        return bool(self.queue or self.dead or self.unheld or self.left) and self.there
+
+    def sleep(self) -> bool:
+        """Has nobody look at the queue until the next append, which rouses it. Returns False, and does nothing, if
+        something was appended meanwhile. The caller holds the link's lock."""
+        self.asleep = self.eager = True
+        self.set_flush_threshold(2)
+        if self.queue and self.there:
+            self.wake_up()
+        return self.asleep
+
+    def wake_up(self) -> None:
+        """Undoes ``sleep``. The caller holds the link's lock."""
+        self.asleep, self.eager = False, self.blocking
+
+    def lose(self, error: NodeLost) -> None:
+        """Notes that a member is lost."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Has each append from now on go to the link, which raises the error of a queue from which nothing leaves."""
         self.over = True
         self.set_flush_threshold(0)
+
+    def reopen(self) -> None:
+        """Has commands leave again: each node of the queue has a connection. The caller holds the link's lock."""
+        self.lost, self.over = None, False
+        self.set_flush_threshold(2 if self.eager else 2 * MIN_BATCH)
 
     def set_shut(self, shut: bool) -> None:
         """Shuts the queue, or has it gather commands. The caller holds the link's lock."""
@@ -319,10 +435,20 @@ class CommandQueue:
         """True when the members have nothing to do but perhaps the command that they are answering."""
         return all([member.idle for member in self.members])
 
+    @uninterrupted
     def restart(self) -> None:
         """Lowers the flush threshold after an answer from an idle node: the next commands should reach it soon."""
         if self.batch and self.idle:
-            self.set_flush_threshold(2 if self.blocking else 2 * MIN_BATCH)
+            if self.lock is None:
+                self._restart()
+            else:
+                with self.lock:
+                    self._restart()
+
+    def _restart(self) -> None:
+        self.set_flush_threshold(2 if self.eager else 2 * MIN_BATCH)
+        if self.asleep:  # since then
+            self.set_flush_threshold(2)
 
     @property
     def there(self) -> bool:
@@ -332,6 +458,8 @@ class CommandQueue:
     def forked(self) -> None:
         """Closes the queue in a forked child: nothing leaves, and every issuing thread learns of it."""
         self._taking = threading.RLock()
+        if self.lock is not None:
+            self.lock = threading.RLock()  # a thread of the parent may have held the old one
         self.end()
 
     def discard(self) -> None:
@@ -343,4 +471,4 @@ class CommandQueue:
 def next_threshold(queue: CommandQueue, most: int = MAX_BATCH) -> int:
     """Returns the ``len(commands)`` at which the next message is to leave: it takes twice as many as the last one, up
     to ``most``."""
-    return 2 if queue.blocking else min(2 * most, max(2 * MIN_BATCH, 2 * queue.batch))
+    return 2 if queue.eager else min(2 * most, max(2 * MIN_BATCH, 2 * queue.batch))

@@ -6,8 +6,11 @@ They are raised at the user's next synchronization.
 from __future__ import annotations
 
 import builtins
+import linecache
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import CodeType
 
 import torch
@@ -75,6 +78,24 @@ def line_number(site: Site) -> int:
     return next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
 
 
+def short_line(site: Site | None) -> str:
+    """Returns the line of a site for a table: "train.py:12", or "Cell In[3], line 2"; "" where it is not known."""
+    if site is None:
+        return ""
+    file, line = site[0].co_filename, line_number(site)
+    return cells.position(file if cells.cell_of(file) else os.path.basename(file), line)
+
+
+def expression(site: Site, most: int = 60) -> str:
+    """Returns the source of what a site executes, such as "loss.item()"; else that of its line; "" without sources."""
+    code, at = site
+    line, end, column, until = next(islice(code.co_positions(), at // 2, None), (None, None, None, None))
+    text = linecache.getline(code.co_filename, line or line_number(site)).rstrip("\n")
+    found = text.encode()[column:until].decode(errors="replace") if line == end else ""
+    found = found or text.strip()
+    return found if len(found) <= most else f"{found[: most - 4]} ..."
+
+
 @dataclass
 class Failure:
     """Command ``seq`` of node ``rank`` failed. ``observed`` once an exception for it was raised."""
@@ -86,6 +107,7 @@ class Failure:
     site: Site | None
     observed: bool = False
     noted: str = ""  #: what the script was at, where it has said so
+    incarnation: int = -1  #: of ``told.lost``: the connection whose loss is the reason, if that is lost
     #: the lines of tensors that the node held, where it has told of them
     makers: Mapping[int, Site] = field(default_factory=dict)
 
@@ -128,7 +150,7 @@ class Failure:
         traceback and ``others``, later failures. Marks the failure as observed.
         """
         self.observed = True
-        error = self._original() if loss is None else loss.again()
+        error = self._original() if loss is None else loss.fresh_copy()
         error.add_note(self.where() if loss is None else f"{self.where()}\n  as: {self.told.message}")
         if held:
             error.add_note(held)
@@ -200,5 +222,5 @@ def _cut(told: c.Failed, most: int) -> c.Failed:
     args = told.args if short else ()
     return c.Failed(
         told.seq, told.op[:MAX_NAME], told.kind[:MAX_NAME], message, told.traceback[:most], args, told.lost,
-        told.holdings if most else None, told.value if len(told.value) <= most else b"",
+        told.holdings if most else None, told.value if len(told.value) <= most else b"", told.incarnation,
     )  # fmt: skip

@@ -42,9 +42,18 @@ class FanOut(CommandQueue):
             self.lost = error
         self.end()
 
+    def reopen(self) -> None:
+        """Has commands leave again, if each member has a connection; else another member's loss is the queue's."""
+        self.lost = next((member.lost for member in self._outboxes if member.lost is not None), None)
+        if self.lost is None:
+            super().reopen()
+
     def discard(self) -> None:
-        """Forgets what was queued behind the loss; what is dead is still freed on the nodes that are left."""
-        self.queue.clear()
+        """Forgets what was queued behind the loss. The definitions of templates stay, as plans know their numbers; and
+        what is dead is still freed on the nodes that are left."""
+        queued = self.queue[:]  # at once: a thread may append meanwhile
+        pairs = zip(queued[::2], queued[1::2], strict=True)
+        self.queue[:] = [each for pair in pairs if type(pair[0]) is c.Define for each in pair]
         if not self.there:
             self.dead.clear()
 

@@ -7,6 +7,7 @@ import threading
 
 from ..process.own_time import Standstill
 from ..protocol.errors import ClosedError
+from .command_queue import CommandQueue
 from .link_state import LinkState
 from .losses import HEARD, Losses
 from .replies import Replies
@@ -16,7 +17,10 @@ from .side_channels import SideChannels
 
 #: Commands that nobody flushed leave after about this long (seconds).
 IDLE = 0.002
-#: Seconds for which the thread rests at most, when for a while nothing was left.
+#: The rounds in a row with nothing to do after which the thread rests, and no longer looks at a queue.
+ROUNDS = 10
+#: Seconds for which the thread rests at most, when for a while nothing was left; and those between two looks at queues
+#: that were used before, as what is dead rouses none.
 REST = 0.5
 #: Seconds between two looks for connections whose other end does not answer.
 DEAF = 1.0
@@ -32,9 +36,12 @@ _log = logging.getLogger("disttensor")
 
 
 class IdleFlush:
-    """The thread that flushes after a short idle."""
+    """The thread that flushes after a short idle.
 
-    __slots__ = ("_losses", "_replies", "_requests", "_sender", "_side", "_state", "_thread")
+    It looks at the queues that are awake only, so that a node that the script does not use costs nothing.
+    """
+
+    __slots__ = ("_awake", "_losses", "_replies", "_requests", "_sender", "_side", "_state", "_swept", "_thread")
 
     def __init__(
         self,
@@ -47,6 +54,9 @@ class IdleFlush:
     ) -> None:
         self._state, self._requests, self._losses = state, requests, losses
         self._replies, self._sender, self._side = replies, sender, side
+        #: the queues that are looked at, with the number of rounds in a row in which nothing was to be done for each
+        self._awake: dict[CommandQueue, int] = {}
+        self._swept = 0.0  #: when the others were looked at last
         self._thread = threading.Thread(target=self._run, name="disttensor-flush", daemon=True)
         self._thread.start()
 
@@ -70,6 +80,7 @@ class IdleFlush:
                         _log.exception("what flushes behind the script's back failed; it goes on")
                     said = True
         finally:
+            self._report_standstill(standstill.look())  # of a script that ends as soon as it goes on
             standstill.close()
 
     def _look_at_time(self, standstill: Standstill, looked: float) -> float:
@@ -86,17 +97,20 @@ class IdleFlush:
                 if not self._state.closed:
                     self._side.cut_endless()
                     if self._side.behind:
-                        self._side.tell(self._state.there())
+                        self._side.send_untold(self._state.there())
         for request, cancelled in list(self._side.cancelled.items()):
             if not self._requests.is_under_way(cancelled.node, request) or cancelled.look(self._losses.look):
                 del self._side.cancelled[request]
-        if stood > STILL:
+        self._report_standstill(stood)
+        return looked
+
+    def _report_standstill(self, seconds: float) -> None:
+        if seconds > STILL:
             _log.warning(
                 "this script stood still for %.0f s (stopped by Ctrl-Z or a debugger, or its host was): nodes have "
                 "waited meanwhile, and those of this host are all there",
-                stood,
+                seconds,
             )
-        return looked
 
     def _cut_off(self) -> None:
         """Cuts the connections that are of no use any more, and marks their nodes as lost.
@@ -113,31 +127,43 @@ class IdleFlush:
 
         ``quiet``: the number of rounds in a row that have found nothing to do.
         """
-        if quiet > 10:
-            self._state.wake.clear()
-            self._state.parked = True
-            for queue in self._state.queues:
-                if queue.batch:
-                    queue.set_flush_threshold(2)  # the next append flushes at once, and wakes this thread
-            self._state.clock.wait(self._state.wake, REST)
-            self._state.parked = False
+        state, awake = self._state, self._awake
+        if quiet > ROUNDS and not awake:
+            state.wake.clear()
+            state.parked = True
+            if not state.roused:
+                state.clock.wait(state.wake, REST)
+            state.parked = False
             quiet = 0
-        queues = self._state.queues
-        before = [(q.moved, len(q.queue)) for q in queues]
-        self._state.clock.sleep(IDLE)
-        if self._state.closed:
+        now = state.clock.now()
+        if now - self._swept >= REST:
+            self._swept = now
+            state.rouse_unissued()
+            for queue in state.used:
+                if queue.asleep and queue.has_rest:
+                    state.rouse(queue)
+        while state.roused:
+            awake[state.roused.popleft()] = 0
+        before = [(queue, queue.moved, len(queue.queue)) for queue in awake]
+        state.clock.sleep(IDLE)
+        if state.closed:
             return 0
         quiet += 1
-        self._state.interrupts.remind()
-        for queue, (moved, queued) in zip(queues, before, strict=True):
-            left = queue.pieces or queue.ready
+        state.interrupts.remind()
+        for queue, moved, queued in before:
+            left = queue.left
+            awake[queue] += 1
             if queue.moved != moved and not left:
-                quiet = 0
+                awake[queue] = quiet = 0
             elif (queued or queue.dead or left or queue.unheld) and queue.there:
-                quiet = 0
-                with self._state.lock:
-                    if not self._state.closed and (left or not queue.full):
+                awake[queue] = quiet = 0
+                with state.lock:
+                    if not state.closed and (left or not queue.full):
                         self._sender.pack_and_send(queue)
+            elif awake[queue] > ROUNDS:
+                with state.lock:
+                    if queue.sleep():
+                        del awake[queue]
         if self._losses.launcher is not None and not self._losses.ask_launcher():
             self._losses.give_up_late(HEARD)
         if self._losses.launcher is not None or quiet == 1:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from ..process.clock import CLOCK, Clock
 from ..process.observing import ScriptSeam
-from ..process.signals import Interrupts
+from ..process.signals import Interrupts, uninterrupted
 from ..transport.base import Hub
 from . import unusable
 from .command_queue import CommandQueue, frees_queued
+from .connection import Life
 from .failures import Failures
 from .fan_out import FanOuts
-from .node import Life, Node
+from .node import Node
 
 
 class LinkState:
@@ -36,20 +38,39 @@ class LinkState:
         "parked",
         "patient",
         "queues",
+        "roused",
         "seam",
         "told_losses",
+        "unissued",
+        "used",
         "wake",
     )
 
-    def __init__(self, hub: Hub, nodes: int, interrupts: Interrupts | None = None, clock: Clock = CLOCK) -> None:
-        """``interrupts``: those that have wrapped the handlers of signals already."""
+    def __init__(
+        self,
+        hub: Hub,
+        nodes: int,
+        interrupts: Interrupts | None = None,
+        clock: Clock = CLOCK,
+        seam: ScriptSeam | None = None,
+    ) -> None:
+        """``interrupts``: those that have wrapped the handlers of signals already; ``seam``: one that is made before
+        the link, for what is."""
         self.hub, self.clock = hub, clock
-        self.seam = ScriptSeam(clock)  #: where observers look in
+        self.seam = ScriptSeam(clock) if seam is None else seam  #: where observers look in
         self.nodes = [Node(rank) for rank in range(nodes)]  #: by rank
         self.fan_outs = FanOuts()
         #: all queues; replaced, never changed, as other threads go through it
         self.queues: list[CommandQueue] = [node.outbox for node in self.nodes]
+        #: those in which something may be left, as something was ever put in; replaced, too. Those of several nodes are
+        #: first, as they leave something to be sent at their members, each of which is here as well
+        self.used: list[CommandQueue] = []
+        #: queues of several nodes to which nothing was issued yet; replaced, too. Tensors there may be made of members'
+        #: ones, without a command, and die
+        self.unissued: list[CommandQueue] = []
+        self.roused: deque[CommandQueue] = deque()  #: those that the idle flush is to look at, and does not yet
         self.failures = Failures()
+        self.seam.issued.switch = self.watch_queues
         self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
         self.interrupts = interrupts or Interrupts()
         self.patient = True  #: whether a full window blocks; False at the end of a script
@@ -60,6 +81,38 @@ class LinkState:
         self.wake = threading.Event()  #: wakes the thread of the idle flush
         self.parked = False  #: whether that thread waits for work
         self._local = threading.local()
+        for queue in self.queues:
+            self.add_queue(queue)
+
+    def add_queue(self, queue: CommandQueue) -> None:
+        """Takes a new queue, which is asleep until something is appended."""
+        queue.rouse = self.rouse
+        queue.sleep()
+        if queue.members != (queue,):
+            self.unissued = [*self.unissued, queue]
+
+    @uninterrupted
+    def rouse(self, queue: CommandQueue) -> None:
+        """Has the idle flush look at a queue from now on, until nothing was left in it for a while."""
+        with self.lock:
+            if queue.asleep:
+                queue.wake_up()
+                self.roused.append(queue)
+                if not queue.used:
+                    new = [member for member in queue.members if not member.used]
+                    first = [] if queue in new else [queue]
+                    for each in (*first, *new):
+                        each.used = True
+                    self.used = [*first, *self.used, *new]
+                    self.unissued = [other for other in self.unissued if other is not queue]
+        if self.parked:
+            self.wake.set()
+
+    def rouse_unissued(self) -> None:
+        """Rouses the queues of several nodes to which nothing was issued yet, and where something has died."""
+        for queue in self.unissued:
+            if queue.dead:
+                self.rouse(queue)
 
     def there(self) -> list[Node]:
         """Returns the nodes that have said hello and are not lost. Nothing may be sent to a node before its hello."""
@@ -72,13 +125,15 @@ class LinkState:
             raise unusable.forked()
         if self.closed:
             queue.discard()
-            raise unusable.ended()
+            raise unusable.error_of_ended()
         lost = queue.lost
         if lost is not None:
-            queue.discard()
+            with self.lock:
+                if queue.lost is not None:  # else another connection has come meanwhile
+                    queue.discard()
             if not getattr(self._local, "unheard", False):
                 self.told_losses.add(lost.rank)
-            error = lost.again()
+            error = lost.fresh_copy()
             if note := queue.where(lost.rank):
                 error.add_note(note)
             try:
@@ -109,11 +164,21 @@ class LinkState:
         with self.lock:
             return self.issued()
 
-    def note(self, ranks: Iterable[int], words: str) -> None:
+    def watch_queues(self) -> None:
+        """Has all queues tell of what is issued while observers listen to that, and not otherwise."""
+        with self.lock:
+            for queue in self.queues:
+                self.watch(queue)
+
+    def watch(self, queue: CommandQueue) -> None:
+        """Has a queue tell of what is issued, or not. The caller holds the lock."""
+        queue.observe(self.seam if self.seam.issued.listeners else None)
+
+    def set_notes(self, ranks: Iterable[int], words: str) -> None:
         """Has the failures of what is issued to nodes from now on say what the script was at, until the next note."""
         with self.lock:
             for rank in ranks:
-                self.nodes[rank].note(words)
+                self.nodes[rank].set_note(words)
 
     def forked(self) -> None:
         """Makes a forked child's copy unusable: nothing works any more, and nothing leaves."""

@@ -17,8 +17,9 @@ from ..process.observing import NodeGone
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import NodeLost, StartError
+from .connection import Life
 from .link_state import LinkState
-from .node import Life, Node
+from .node import Node
 from .requests import Requests
 from .side_channels import SideChannels
 
@@ -42,6 +43,7 @@ class Losses:
         "_side",
         "_state",
         "_to_end",
+        "_to_glance",
         "_to_look",
         "errors",
         "launcher",
@@ -66,6 +68,7 @@ class Losses:
         self.unexplained: dict[int, tuple[str, float]] = {}
         self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
         self._to_look: deque[int] = deque()  #: nodes that the launcher is to look at
+        self._to_glance: deque[int] = deque()  #: those whose stacks nobody wants
         self._asker = 0  #: the thread that asks the launcher
         self._asking = threading.Lock()  #: held by the thread that asks the launcher; only ``close`` waits for it
 
@@ -78,7 +81,7 @@ class Losses:
         running: int = -1,
         beside: Sequence[int] = (),
     ) -> None:
-        """Marks a node as lost; ends all waiting for it and tells the other nodes. A second call does nothing.
+        """Marks a node as lost; ends all waiting for it and tells the nodes that know it. A second call does nothing.
 
         ``host`` is the host where it was to run, for a node that has not said hello. ``running``: the number of the
         command whose function it was running; ``beside``: those of the functions on its streams.
@@ -92,11 +95,11 @@ class Losses:
             where = (hello.host, hello.pid) if hello else (host or "?", 0)
             self.unexplained.pop(rank, None)
             doing, last = node.last_words(running, beside)
-            lost = NodeLost(rank, *where, cause + doing, tail, last)
-            for fan_out in state.fan_outs.values():
-                if rank in fan_out.ranks:
-                    fan_out.pack()  # the other members have what was issued before
-                    fan_out.lose(lost)
+            lost = NodeLost(rank, *where, cause + doing, tail, last, node.connection.number)
+            for fan_out in node.outbox.overlaps:
+                fan_out.pack()  # the other members have what was issued before
+                fan_out.lose(lost)
+                state.rouse(fan_out)
             node.lose(lost)
             self.errors.append(lost)
             self._requests.lose(rank)
@@ -104,13 +107,15 @@ class Losses:
                 # the process may be stopped or cut off, and nodes that wait for its tensors learn from its end
                 self._to_end.append(rank)
                 state.wake.set()
-            for other in state.there():
+            knowing = [state.nodes[other] for other in node.connection.knowing]
+            knowing = [other for other in knowing if other.life is not Life.LOST]
+            for other in knowing:
                 other.outbox.add(c.Lost(rank, cause))
             if not state.closed:
-                self._side.lost(rank, cause, [other for other in state.nodes if other.life is not Life.LOST])
+                self._side.lost(rank, cause, node.connection.number, knowing)
             self._on_lost(lost)
             if state.seam.lost.listeners:
-                state.seam.lost.tell(NodeGone(self._clock.now(), rank, lost))
+                state.seam.lost.notify(NodeGone(self._clock.now(), rank, lost))
 
     def kill(self, rank: int, cause: str) -> None:
         """Ends a node and marks it as lost, whatever it is at: a loss of which the script knows. Raises as ``check``
@@ -123,13 +128,15 @@ class Losses:
         self.ask_launcher()
 
     @uninterrupted
-    def disconnected(self, rank: int, cause: str) -> None:
+    def disconnected(self, rank: int, cause: str, incarnation: int) -> None:
         """Notes that another connection of a node has ended than the one for commands: it is lost.
 
-        Callable by any thread.
+        Callable by any thread. ``incarnation``: that of the worker whose connection it was; where another one is in its
+        place by now, nothing is lost.
         """
         with self._state.lock:
-            if not (self._state.closed or self._state.is_forked):
+            current = self._state.nodes[rank].connection.number == incarnation
+            if current and not (self._state.closed or self._state.is_forked):
                 self.connection_ended(rank, cause)
         self._state.wake.set()
 
@@ -143,7 +150,7 @@ class Losses:
             if self.launcher is None:
                 self.lose(rank, cause)
             else:
-                node.become(Life.UNEXPLAINED)
+                node.connection.become(Life.UNEXPLAINED)
                 self.unexplained.setdefault(rank, (cause, self._clock.now() + EXIT_CAUSE_TIMEOUT))
 
     def explain(self) -> None:
@@ -186,9 +193,11 @@ class Losses:
         try:
             if launcher is not None:
                 while self._to_end:
-                    launcher.end(self._to_end.popleft())
+                    launcher.end_worker(self._to_end.popleft())
                 while self._to_look:
                     launcher.look(self._to_look.popleft())
+                while self._to_glance:
+                    launcher.glance(self._to_glance.popleft())
                 if timeout:
                     descriptors.wait_readable([launcher], timeout, self._clock)
                 try:
@@ -198,9 +207,10 @@ class Losses:
             with self._state.lock:
                 for event in events:
                     if isinstance(event, Exited):
+                        self._state.nodes[event.rank].connection.ended = True
                         self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):
-                        self._state.nodes[event.rank].sight = event
+                        self._state.nodes[event.rank].connection.see(event, self._clock.now())
                 if died:
                     self.launcher, self.launcher_died = None, died
                     for node in self._state.nodes:
@@ -211,11 +221,50 @@ class Losses:
         self.give_up_late()
         return True
 
+    def wait_for_end(self, node: Node, timeout: float) -> None:
+        """Waits until the launcher has told of the end of a lost node's process: whatever it says of the rank from then
+        on is about another one. Raises TimeoutError."""
+        deadline = self._clock.now() + timeout
+        while self.launcher is not None:
+            # first the look: an order to end the rank that is left would end the next one
+            ended = node.connection.ended
+            asked = self.ask_launcher(_LISTEN)
+            if ended and asked:
+                return
+            if self._clock.now() > deadline:
+                raise TimeoutError(f"the launcher has not told of the end of node {node.rank} within {timeout:g} s")
+            if not asked:
+                self._clock.sleep(_LISTEN)
+            if self._state.interrupts.pending:
+                self._state.interrupts.check()
+
+    def forget_loss(self, rank: int) -> None:
+        """Forgets the loss of a node in whose place another worker is: the script knows of it. The caller holds the
+        link's lock."""
+        state = self._state
+        state.told_losses.discard(rank)
+        for failure in state.failures.values():
+            failure.observed = failure.observed or failure.told.lost == rank
+
     def look(self, node: Node) -> None:
         """Asks for a look at a node's process, from outside."""
         if self.launcher is not None:
             self._to_look.append(node.rank)
             self._state.wake.set()
+
+    def glance(self, node: Node) -> None:
+        """Asks for a look at a node's process without the stacks of its threads."""
+        if self.launcher is not None:
+            self._to_glance.append(node.rank)
+            self._state.wake.set()
+
+    @property
+    def sees(self) -> bool:
+        """Returns whether the launcher can look at nodes."""
+        launcher = self.launcher
+        return launcher is not None and (
+            type(launcher).look is not Launcher.look or type(launcher).glance is not Launcher.glance
+        )
 
     def forked(self) -> None:
         """Lets go of the launcher in a forked child: nothing of it is to be asked there, nor touched."""
@@ -223,6 +272,7 @@ class Losses:
         self.unexplained.clear()
         self._to_end.clear()
         self._to_look.clear()
+        self._to_glance.clear()
         self.launcher = None
 
     def wait_for_asker(self) -> None:

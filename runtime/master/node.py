@@ -1,34 +1,20 @@
-"""The master's record of one node: its life, its hello, the commands queued for it, and what it was sent last.
+"""The master's record of one node: its queue, what it was told for good, and the connection that it has now.
 
-The life of a node (`Life`), which the link changes under its lock:
-
-    AWAITED        its hello has not arrived, and nothing may be sent to it
-    THERE          its hello has arrived
-    UNEXPLAINED    a connection of it has ended, and the launcher has not said why: nothing is sent to it, and what it
-                   has still said counts
-    LOST           it is gone, and ``lost`` says why
-
-    AWAITED -> THERE                   its hello
-    AWAITED, THERE -> UNEXPLAINED      the end of a connection, where there is a launcher to ask
-    all -> LOST                        the end of its process, or of the launcher; an end that nobody has explained in
-                                       time; a message that breaks the protocol; silence; ``kill``
-
-While a session ends (``Link.closing``) no node becomes unexplained or lost.
+A node is its rank: places, metas, queues of meshes and the logs of graphs name it for as long as the session lasts. The
+worker process in its place is its ``connection``. When one is lost, another one may come (``Link.reconnect``), which
+has none of the tensors: refs are never reused, and neither are numbers of commands, so that each names one incarnation.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from enum import Enum
 from itertools import count
 
-from ..host.launcher import Sight
 from ..protocol import commands as c
-from ..protocol.arguments import Addresses
 from ..protocol.errors import DisttensorError, NodeLost
 from ..protocol.traits import request_of
+from .connection import Life, NodeConnection, Progress
 from .failures import Site
 from .history import KEPT, SHOWN, Sent, doing, made_by
 from .home import Home
@@ -36,24 +22,6 @@ from .outbox import Outbox
 
 #: The fewest commands whose mean time says something of a node.
 PACED = 100
-
-
-class Life(Enum):
-    """How far a node is between its start and its loss, as the master knows it."""
-
-    AWAITED = "not there yet"
-    THERE = "there"
-    UNEXPLAINED = "disconnected"
-    LOST = "lost"
-
-
-#: The states to which each may change.
-CHANGES: dict[Life, set[Life]] = {
-    Life.AWAITED: {Life.THERE, Life.UNEXPLAINED, Life.LOST},
-    Life.THERE: {Life.UNEXPLAINED, Life.LOST},
-    Life.UNEXPLAINED: {Life.LOST},
-    Life.LOST: set(),
-}
 
 
 class Node(Home):
@@ -65,44 +33,74 @@ class Node(Home):
         """``blocking``: every command is flushed at once (DISTTENSOR_LAUNCH_BLOCKING)."""
         super().__init__(Outbox(rank, blocking), count())
         self.rank = rank
-        self.life = Life.AWAITED
-        self.said_hello: c.Hello | None = None
-        self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
-        self.repeated = 0  #: failures that it has told before
-        self.sight: Sight | None = None  #: what it looked like from outside, when that was asked for last
-        self.explained = 0.0  #: when somebody who waits was told what it is at
-        #: its addresses in each of its data channels, by the channel's number
-        self.addresses: dict[int, Addresses] = {}
-        self.busy = 0.0  #: seconds for which it has worked until its last report, as it says
-        self.answered = 0  #: the number of the last request that it has answered
-        #: what the script was at when it issued a command and those behind it, in words; by the command's number
-        self.notes: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self.connection = NodeConnection(rank)
+        self.former: list[NodeConnection] = []  #: the connections before, which are lost
+        #: what else its connection is to know for as long as the script has it, by what it is: streams, graphs
+        self.standing: dict[object, tuple[c.Command, ...]] = {}
 
     def __repr__(self) -> str:
         if self.said_hello is None:
             return f"<Node {self.rank} {self.life.value}>"
         state = "" if self.life is Life.THERE else f" {self.life.value}"
+        state += f" incarnation={self.connection.number}" if self.former else ""
         if self.life is not Life.LOST:
             state += f" gpu={len(self.devices) - 1} queued={len(self.outbox.queue) // 2} inflight={self.behind}"
         return f"<Node {self.rank} {self.hello.host}:{self.hello.pid}{state}>"
 
-    def become(self, life: Life) -> None:
-        """Changes the node's life, if that is not what it is already."""
-        if life is not self.life:
-            if life not in CHANGES[self.life]:
-                raise AssertionError(f"node {self.rank} is {self.life.value}, and can't become {life.value}")
-            self.life = life
-
-    def greet(self, hello: c.Hello) -> None:
-        """Takes the node's hello, which may come after the end of another connection of it."""
-        self.said_hello = hello
-        if self.life is Life.AWAITED:
-            self.become(Life.THERE)
-
     def lose(self, error: NodeLost) -> None:
-        """Notes that the node is gone: nothing is queued for it any more."""
+        """Notes that the node's connection is gone: nothing is queued for it any more."""
         self.outbox.lose(error)
-        self.become(Life.LOST)
+        self.connection.lose(error)
+
+    def begin_connection(self) -> NodeConnection:
+        """Begins another connection in the place of one that is lost. Nothing is queued for it before ``resume``."""
+        self.former.append(self.connection)
+        self.outbox.begin_connection()
+        self.connection = NodeConnection(self.rank, len(self.former), self.outbox.first)
+        return self.connection
+
+    def incarnation(self, number: int) -> NodeConnection:
+        """Returns the connection of this number."""
+        return self.former[number] if number < len(self.former) else self.connection
+
+    def resume(self, before: int, state: Sequence[c.Command]) -> None:
+        """Has commands leave again, by a connection that has said hello: first what it is to know, and the ``state`` of
+        its process. ``before``: the ref below which all is gone. The caller holds the link's lock, and the home's."""
+        bounds = [*(each.gone_before for each in self.former[1:]), before]
+        self.connection.gone_before = before
+        known: dict[int, c.Define] = dict(self.defined)
+        standing: list[c.Command] = []
+        for command in (each for commands in self.standing.values() for each in commands):
+            if isinstance(command, c.Define):
+                known.setdefault(command.template, command)
+            else:
+                standing.append(command)
+        forgotten = tuple(known.keys() - self.defined.keys())  # graphs keep them
+        self.outbox.resume(
+            [
+                *(c.Again(self.rank, number, bound) for number, bound in enumerate(bounds, 1)),
+                *state,
+                *known.values(),
+                *standing,
+                *([c.Forget(forgotten)] if forgotten else ()),
+            ]
+        )
+
+    @property
+    def progress(self) -> Progress:
+        """How far its connection has come, as far as it has reported that."""
+        connection = self.connection
+        return Progress(self.rank, connection.number, self.outbox.done, self.outbox.sent)
+
+    @property
+    def life(self) -> Life:
+        """How far its connection is between its start and its loss."""
+        return self.connection.life
+
+    @property
+    def said_hello(self) -> c.Hello | None:
+        """The hello of its connection, once it has arrived."""
+        return self.connection.hello
 
     @property
     def hello(self) -> c.Hello:
@@ -129,19 +127,24 @@ class Node(Home):
     @property
     def pace(self) -> float:
         """The seconds that it has worked for one command, on average; 0 where that can't be known."""
-        done, busy = self.outbox.done, self.busy
+        done, busy = self.outbox.done - self.connection.first, self.connection.busy
         return busy / done if done >= PACED and 0 < busy < math.inf else 0.0
 
-    def note(self, words: str) -> None:
+    def set_note(self, words: str) -> None:
         """Has the failures of what is issued from now on say what the script was at, until the next note; "" says
         nothing. The caller holds the link's lock."""
         outbox = self.outbox
         queued = sum(len(queue.queue) // 2 for queue in (outbox, *outbox.overlaps))
-        self.notes.append((outbox.sent + outbox.waiting + queued, words))
+        self.connection.notes.append((outbox.sent + outbox.waiting + queued, words))
 
-    def noted(self, seq: int) -> str:
+    def note_at(self, seq: int) -> str:
         """Returns what the script was at when it issued a command, in the words of a note; "" where there is none."""
-        return next((words for first, words in reversed(self.notes) if first <= seq), "")
+        return next((words for first, words in reversed(self.connection.notes) if first <= seq), "")
+
+    def command(self, number: int) -> Sent | None:
+        """Returns a command that it was sent, by its number; None for one that is not kept."""
+        found = self.outbox.command(number)
+        return None if found is None else Sent(number, self.rank, *found, number < self.outbox.done, self.defined)
 
     def last_commands(self, most: int = KEPT) -> list[Sent]:
         """Returns the last commands that it was sent, ``most`` at most, the oldest first."""
@@ -182,7 +185,7 @@ class Node(Home):
 
     def _last(self, done: int) -> Iterator[list[Sent]]:
         """Yields what was sent, a message at a time, the newest first."""
-        rank, answered, defined = self.rank, self.answered, self.defined
+        rank, answered, defined = self.rank, self.connection.answered, self.defined
         for first, commands in self.outbox.last_messages():
             yield [
                 Sent(n, rank, command, site, n < done or request_of(command) == answered, defined)

@@ -35,6 +35,7 @@ class Outbox(CommandQueue):
         "_flight_bytes",
         "_past",
         "done",
+        "first",
         "flush_with",
         "pieces",
         "rank",
@@ -48,13 +49,23 @@ class Outbox(CommandQueue):
         #: outboxes that must be flushed together with this one: an unsent collective spans their nodes
         self.flush_with: set[Outbox] = set()
         self.ready: deque[bytes] = deque()  #: messages that count as sent; the link sends them, oldest first
-        self.sent = 0  #: commands sent; the number of the next one
-        self.done = 0  #: commands that the node has reported
+        self.sent = 0  #: commands sent, to all of the node's connections; the number of the next one
+        self.pieces: deque[Piece] = deque()
+        self.waiting = 0
+        self.begin_connection()
+
+    def begin_connection(self) -> None:
+        """Begins the record of what a new connection is sent. Numbers go on, so that each names one connection."""
+        self.first = self.sent  #: the number of the connection's first command
+        self.done = self.sent  #: commands that are done: those that it has reported, and all of former connections
         self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
-        self.pieces: deque[Piece] = deque()
-        self.waiting = 0
+
+    def resume(self, known: Sequence[c.Command]) -> None:
+        """Has commands leave again, by a new connection: first those of what it is to know."""
+        self.queue[:0] = [each for command in known for each in (command, None)]
+        self.reopen()
 
     @property
     def members(self) -> Sequence[Outbox]:
@@ -119,6 +130,10 @@ class Outbox(CommandQueue):
             past.popleft()
 
     @property
+    def left(self) -> bool:
+        return bool(self.pieces or self.ready)
+
+    @property
     def there(self) -> bool:
         """Returns whether the node is not lost."""
         return self.lost is None
@@ -155,6 +170,14 @@ class Outbox(CommandQueue):
             if seq >= self.done
         )
         return next((site for site in flying if site is not None), None)
+
+    def command(self, number: int) -> tuple[c.Command, Site | None] | None:
+        """Returns the command of this number and its site, if it is in flight or among the last KEPT: one message is
+        decoded for it. That of a long message is without its data."""
+        for end, _, sites, kept in reversed([*self._past, *self._flight]):
+            if end - len(sites) <= number < end:
+                return codec.decode_batch(kept).commands[number - end], sites[number - end]
+        return None
 
     def last_messages(self) -> Iterator[tuple[int, list[tuple[c.Command, Site | None]]]]:
         """Yields the messages that the node was sent last, with at least KEPT commands, the newest first: the number of

@@ -11,8 +11,9 @@ from ..host.launcher import Sight
 from ..process.cells import with_cells
 from ..process.clock import CLOCK, Clock
 from ..process.own_time import Unheard
-from ..process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, STREAMS, WORDS, Beside
+from ..process.page import COLLECTIVE, COMMANDS, IDLE, NOBODY, STREAMS, WORDS, Beside
 from ..protocol.traits import request_of
+from .doing import WAITS, Activity, activities, hindrance
 from .failures import line_of
 from .history import NAMED
 
@@ -27,12 +28,8 @@ UNHEEDED = 5.0
 SLOWER = 1.5
 #: Seconds that a look from outside may take.
 _SIGHT = 1.5
-#: A node whose own threads have not run for so many seconds holds the GIL, or is stopped.
-_DEAF = 2.0
 #: Lines of a node's stack that are shown.
 _LINES = 12
-#: What the thread that takes commands is at when it does nothing itself.
-_WAITS = frozenset({IDLE, STREAMS})
 #: What it is at when it may be behind the command that is named.
 _SEVERAL = frozenset({COMMANDS, STREAMS})
 #: Of these, those at its outer end.
@@ -60,13 +57,13 @@ class Patience:
             return
         if self._asked is None:
             self._asked = seconds
-            node.sight = None
+            node.connection.sight = None
             ask(node)
-        elif node.sight is not None or seconds - self._asked > _SIGHT:
+        elif node.connection.sight is not None or seconds - self._asked > _SIGHT:
             self._asked, self._next = None, 2 * seconds
             now = self._clock.now()
-            if now - node.explained > PATIENCE / 2:
-                node.explained = now
+            if now - node.connection.explained > PATIENCE / 2:
+                node.connection.explained = now
                 _log.warning("%s", explained(node, others, seconds))
 
 
@@ -88,10 +85,10 @@ class Cancelled:
         if seconds < UNHEEDED:
             return False
         if not self._asked:
-            self._asked, node.sight = True, None
+            self._asked, node.connection.sight = True, None
             ask(node)
             return False
-        sight = node.sight
+        sight = node.connection.sight
         if sight is None and seconds < UNHEEDED + _SIGHT:
             return False
         runs = (each for each in node.last_commands() if each.runs)
@@ -114,7 +111,7 @@ class Cancelled:
 
 def explained(node: Node, others: list[Node], seconds: float) -> str:
     """Returns the words for a node that is waited for."""
-    text = f"node {node.rank}{_where(node)} has not answered for {seconds:.0f} s: {_doing(node, node.sight)}"
+    text = f"node {node.rank}{_where(node)} has not answered for {seconds:.0f} s: {_doing(node, node.connection.sight)}"
     behind, most = node.behind, max((other.behind for other in others), default=0)
     if others and behind > most:
         text += f"; it is {behind} commands behind, and the other nodes are {most} at most"
@@ -124,8 +121,8 @@ def explained(node: Node, others: list[Node], seconds: float) -> str:
             f"; its commands have taken {_brief(node.pace)} each, those of the other nodes {_brief(usual)}: it is "
             f"{node.pace / usual:.1f} times as slow"
         )
-    if node.sight is not None:
-        text += "".join(f"\n{line}" for line in _frames(node.sight))
+    if node.connection.sight is not None:
+        text += "".join(f"\n{line}" for line in _frames(node.connection.sight))
     return text
 
 
@@ -148,32 +145,34 @@ def _where(node: Node) -> str:
 def _doing(node: Node, sight: Sight | None) -> str:
     if sight is None:
         return f"it is at what was issued at {line_of(node.outbox.running())}, or behind that"
-    works = [_work(node, FUNCTION, each.number, each.seconds, " on a stream") for each in sight.beside[:NAMED]]
-    if sight.kind not in _WAITS or not works:
-        works.insert(0, _work(node, sight.kind, sight.seq, sight.seconds))
-    text = f"it {'; it '.join(works)}"
-    if (more := len(sight.beside) - NAMED) > 0:
+    works = activities(node, sight)
+    named = works[: NAMED + (not works[0].beside)]
+    text = f"it {'; it '.join(map(_words, named))}"
+    if (more := len(works) - len(named)) > 0:
         text += f"; and {more} other functions"
     if sight.kind == COLLECTIVE and sight.peer != NOBODY:
         text += f"; it waits for node {sight.peer}"
-    if sight.paused:
-        text += "; its host hears nothing of this one, and has stopped it until it does"
-    elif sight.state in ("T", "t"):
-        pid = node.said_hello.pid if node.said_hello is not None else 0
-        text += f"; its process is stopped (state {sight.state}): `kill -CONT {pid}` has it go on"
-    elif sight.deaf > _DEAF:
-        text += f"; it holds the GIL: no other thread of its process has run for {sight.deaf:.0f} s"
-    elif sight.state == "D":
-        text += "; its process is in the kernel, for a device (state D)"
+    match hindrance(sight):
+        case "paused":
+            text += "; its host hears nothing of this one, and has stopped it until it does"
+        case "stopped":
+            pid = node.said_hello.pid if node.said_hello is not None else 0
+            text += f"; its process is stopped (state {sight.state}): `kill -CONT {pid}` has it go on"
+        case "deaf":
+            text += f"; it holds the GIL: no other thread of its process has run for {sight.deaf:.0f} s"
+        case "device":
+            text += "; its process is in the kernel, for a device (state D)"
     return text
 
 
-def _work(node: Node, kind: int, number: int, seconds: float, where: str = "") -> str:
+def _words(work: Activity) -> str:
     """Returns the words for what a thread of a node is at."""
+    kind, number, seconds = work.kind, work.number, work.seconds
     what = WORDS[kind] if 0 <= kind < len(WORDS) else "runs something"
     if kind == IDLE:
         return what
-    site = node.outbox.site(number) or next((s.site for s in node.last_commands() if s.number == number), None)
+    where = " on a stream" if work.beside else ""
+    site = None if work.sent is None else work.sent.site
     issued = f" (command {number}){where}, issued at {line_of(site)}" if site is not None else where
     return f"{what}{issued}{' or behind that' if site is not None and kind in _SEVERAL else ''}, for {seconds:.0f} s"
 
@@ -181,7 +180,7 @@ def _work(node: Node, kind: int, number: int, seconds: float, where: str = "") -
 def _frames(sight: Sight) -> list[str]:
     """Returns the lines of the user's in what a node is at: of the thread that runs commands, and of its streams."""
     threads: list[tuple[str, list[str]]] = []
-    if sight.kind not in _WAITS or not sight.beside:
+    if sight.kind not in WAITS or not sight.beside:
         threads.append((f"command {sight.seq}", _users_frames(sight.stack)))
     threads += [(f"command {each.number}", _users_frames(sight.stack, each)) for each in sight.beside[:NAMED]]
     threads = [(what, lines) for what, lines in threads if lines]

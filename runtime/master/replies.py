@@ -11,10 +11,11 @@ from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import position
+from .connection import Life
 from .failures import Failure
 from .link_state import LinkState
 from .losses import Losses
-from .node import Life, Node
+from .node import Node
 from .requests import Requests
 
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
@@ -52,60 +53,64 @@ class Replies:
                 continue  # the node was given up: its messages come too late
             try:
                 report = codec.decode_report(message)
-                if not 0 <= report.done <= node.outbox.sent:
+                if not node.outbox.first <= report.done <= node.outbox.sent:
                     raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
                 if not report.replies and report.done <= node.outbox.done:
                     raise ProtocolError("a report that says nothing")
                 if self._reported.listeners:
                     now = self._state.clock.now()
-                    self._reported.tell(ReportTaken(now, rank, report.done, report.busy, message))
+                    self._reported.notify(ReportTaken(now, rank, report.done, report.busy, message))
                 for reply in report.replies:
-                    self._take(node, reply)
+                    self._take_reply(node, reply)
             except ProtocolError as e:
                 self._losses.lose(rank, f"broke the protocol: {e}")
                 self._hub.cut(rank)  # what it goes on sending is not to be taken in
                 continue
             node.outbox.acknowledge(report.done)
-            node.busy = report.busy
+            node.connection.busy = report.busy
         for rank in self._hub.gone():
             self._losses.connection_ended(rank, "its connection ended")
 
-    def _take(self, node: Node, reply: c.Reply) -> None:
+    def _take_reply(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
         rank, hello = node.rank, node.said_hello
         if isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
-            node.greet(reply)
+            node.connection.greet(reply)
         elif hello is None:
             raise ProtocolError(f"a {type(reply).__name__} before its hello")
         elif isinstance(reply, c.Failed):
             seq = position(reply.seq)[0]
-            if not 0 <= seq < node.outbox.sent:
+            if not node.outbox.first <= seq < node.outbox.sent:
                 raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
-            if not -1 <= reply.lost < len(self._nodes) or reply.lost == rank:
+            peer = self._nodes[reply.lost] if 0 <= reply.lost < len(self._nodes) else None
+            which = -1 if peer is None else peer.connection.number if reply.incarnation < 0 else reply.incarnation
+            # of what an earlier worker in its own place had, a node may have the loss itself
+            own = reply.lost == rank and not 0 <= reply.incarnation < node.connection.number
+            if not -1 <= reply.lost < len(self._nodes) or own or (peer is not None and which > peer.connection.number):
                 raise ProtocolError(f"a failure by the loss of node {reply.lost}, and no such peer is there")
             if (rank, reply.seq) not in self._state.failures:
-                site, noted = node.outbox.site(seq), node.noted(seq)
-                failure = Failure(rank, hello.host, hello.pid, reply, site, noted=noted)
+                site, noted = node.outbox.site(seq), node.note_at(seq)
+                failure = Failure(rank, hello.host, hello.pid, reply, site, noted=noted, incarnation=which)
                 if reply.holdings is not None:  # now, as the history forgets
                     failure.makers = node.makers({held.ref for held in reply.holdings.largest})
                 self._state.failures.keep(failure)
                 return
-            node.repeated += 1
-            if node.repeated > REPEATED:
-                raise ProtocolError(f"{node.repeated} failures that it has told before")
+            node.connection.repeated += 1
+            if node.connection.repeated > REPEATED:
+                raise ProtocolError(f"{node.connection.repeated} failures that it has told before")
         elif isinstance(reply, c.Warned):
             seq = position(reply.seq)[0]
-            if not 0 <= seq < node.outbox.sent:
+            if not node.outbox.first <= seq < node.outbox.sent:
                 raise ProtocolError(f"a warning of command {reply.seq}, and {node.outbox.sent} were sent")
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         else:
             request = self._requests.get(reply.request)
             if request is None:
-                if reply.request not in node.unawaited:
+                if reply.request not in node.connection.unawaited:
                     raise ProtocolError(f"{type(reply).__name__} {reply.request}, which nobody has asked for")
-                node.unawaited.discard(reply.request)
+                node.connection.unawaited.discard(reply.request)
                 return
             if request.node != rank and not request.asks(rank):
                 raise ProtocolError(f"node {rank} answers a request to node {request.node}")
@@ -115,7 +120,7 @@ class Replies:
                 raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
             elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
                 raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
-            node.answered = reply.request
+            node.connection.answered = reply.request
             self._requests.answer(request, rank, reply)
 
     def _check_cause(self, reply: c.Poisoned) -> None:

@@ -10,8 +10,9 @@ from itertools import count
 from ..protocol import commands as c
 from ..protocol.arguments import Message
 from .command_queue import CommandQueue
+from .connection import Life
 from .link_state import LinkState
-from .node import Life, Node
+from .node import Node
 
 
 class Waker:
@@ -39,7 +40,7 @@ class Waker:
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("done", "due", "id", "kind", "node", "queue", "reply", "waker")
+    __slots__ = ("counted", "done", "due", "id", "kind", "node", "queue", "reply", "waker")
 
     def __init__(self, id: int, node: int, kind: type[Message] = c.Done, due: int = 0) -> None:
         self.id = id
@@ -48,6 +49,7 @@ class Request:
         self.due = due  #: of reasons (Unusable): how many there have to be
         self.reply: c.Reply | None = None
         self.done = False
+        self.counted = False  #: whether its caller counts the wait for it
         self.waker: Waker | None = None  #: wakes the thread that waits
         self.queue: CommandQueue | None = None  #: for several nodes: their queue
 
@@ -158,14 +160,14 @@ class Requests:
         self._due[request.id] = request
         return request
 
-    def drop(self, request: Request) -> None:
+    def withdraw(self, request: Request) -> None:
         """Forgets a request for which nobody waits any more; the reply that may still come is passed over.
 
         Twice is fine.
         """
         if request.done or request.id <= 0:
             return
-        late = [self._state.nodes[rank].unawaited for rank in request.ranks]
+        late = [self._state.nodes[rank].connection.unawaited for rank in request.ranks]
         late = [unawaited for unawaited in late if request.id not in unawaited]
         for unawaited in late:
             unawaited.add(request.id)  # first: the reply may come in another thread at any moment
@@ -179,7 +181,7 @@ class Requests:
 
     def is_under_way(self, node: Node, request: int) -> bool:
         """Returns whether the node has not answered a request, whether anybody waits for that or not."""
-        return node.life is not Life.LOST and (request in node.unawaited or request in self._due)
+        return node.life is not Life.LOST and (request in node.connection.unawaited or request in self._due)
 
     def get(self, number: int) -> Request | None:
         """Returns the request of this number; None if nobody waits for its answer."""
@@ -197,7 +199,7 @@ class Requests:
             if request.asks(rank) and self._due.pop(request.id, None) is not None:
                 for late in request.ranks:
                     if late != rank:
-                        self._state.nodes[late].unawaited.add(request.id)  # its answer may still come
+                        self._state.nodes[late].connection.unawaited.add(request.id)  # its answer may still come
                 request.resolve()
 
     def end(self) -> None:

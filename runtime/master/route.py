@@ -29,7 +29,7 @@ class Recorder(Protocol):
     def switch(self, command: c.Switch) -> None:
         """Notes that the thread has set switches of torch's."""
 
-    def begin(self, handle: Any) -> None:
+    def add_empty(self, handle: Any) -> None:
         """Notes a lazy empty tensor that is new in this recording."""
 
     def made(self, handle: Any) -> bool:
@@ -66,7 +66,7 @@ class Tap:
 
     __slots__ = ("_queue", "_ranks")
 
-    def __init__(self, ranks: tuple[int, ...], queue: list[Any]) -> None:
+    def __init__(self, ranks: tuple[int, ...], queue: Any) -> None:
         self._ranks = ranks
         self._queue = queue
 

@@ -53,6 +53,8 @@ class Sender:
 
     def at_limit(self, queue: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``queue.limit``."""
+        if queue.asleep:
+            self._state.rouse(queue)
         if queue.shut:
             self.open(queue)
         if not queue.limit:
@@ -79,8 +81,8 @@ class Sender:
         self.send(queue)
         if self._interrupts.pending:
             self._interrupts.check()
-        if state.parked:
-            state.wake.set()
+        if queue.asleep:
+            state.rouse(queue)
         if self._losses.unexplained:
             self._losses.explain()
         if queue.over:  # since then
@@ -110,7 +112,7 @@ class Sender:
             if queue.unsendable is not None:  # perhaps the request itself
                 queue.raise_unsendable()
         except BaseException:
-            self._requests.drop(request)
+            self._requests.withdraw(request)
             raise
         return self._waiting.wait(request, timeout)
 
@@ -120,7 +122,9 @@ class Sender:
 
         Errors with a node are raised to the next caller that uses that node.
         """
-        for queue in self._state.queues:
+        if self._state.unissued:
+            self._state.rouse_unissued()
+        for queue in self._state.used:
             if (
                 (queue.queue or queue.dead or queue.pieces or queue.ready or queue.unheld)
                 and queue is not but
@@ -217,15 +221,15 @@ class Sender:
             while ready:
                 self._hub.send(outbox.rank, ready[0])
                 if self._sent.listeners:
-                    self._tell(outbox)
+                    self._report_sent(outbox)
                 ready.popleft()
         except BrokenError as e:
             self._losses.connection_ended(outbox.rank, str(e))
 
-    def _tell(self, outbox: Outbox) -> None:
+    def _report_sent(self, outbox: Outbox) -> None:
         """Tells observers of the message of a node that has just left."""
         number, sites = outbox.leaving()
-        self._sent.tell(MessageSent(self._state.clock.now(), outbox.rank, number, sites, outbox.ready[0]))
+        self._sent.notify(MessageSent(self._state.clock.now(), outbox.rank, number, sites, outbox.ready[0]))
 
     def fan_out(self, ranks: tuple[int, ...]) -> FanOut:
         """Returns the one queue of these nodes, each of whose commands goes to all of them."""
@@ -234,18 +238,22 @@ class Sender:
             made = state.fan_outs.get(ranks)
             if made is None:
                 made = FanOut([self._nodes[rank].outbox for rank in ranks])
-                overlaps = [queue for queue in state.queues if not set(ranks).isdisjoint(queue.ranks)]
+                members = made.members
+                overlaps = [*dict.fromkeys([other for member in members for other in member.overlaps]), *members]
                 for queue in (made, *overlaps):
                     queue.open = self.open
                     queue.free_all = self.free_all
+                    queue.lock = state.lock
                 for queue in overlaps:
                     queue.overlaps = (*queue.overlaps, made)
                 made.overlaps = tuple(overlaps)
+                state.add_queue(made)
                 made.set_shut(True)  # the first command opens it
                 if made.lost is not None or state.closed:
                     made.end()
                 state.fan_outs[ranks] = made
-                state.queues = [made, *state.queues]  # first, as they leave something to be sent at their members
+                state.queues = [made, *state.queues]
+                state.watch(made)
             return made
 
     @uninterrupted
@@ -269,12 +277,14 @@ class Sender:
     @uninterrupted
     def free_all(self, queue: CommandQueue) -> None:
         """Packs a queue and those that overlap it, with the frees of all that is dead in any of them."""
-        with self._state.lock:
-            if self._state.closed:
+        state = self._state
+        with state.lock:
+            if state.closed:
                 return
             packed = [each for each in (queue, *queue.overlaps) if each.dead and each.there]
             for each in packed:
                 each.pack()
+                state.rouse(each)
             self._keep_moving(queue, packed)
 
     def _keep_moving(self, queue: CommandQueue, packed: Sequence[CommandQueue]) -> None:

@@ -20,7 +20,7 @@ def forked() -> ForkError:
     return ForkError(text)
 
 
-def ended() -> DisttensorError:
+def error_of_ended() -> DisttensorError:
     """Returns the error of a use after the session's end, which names the session that is to be used if there is
     one."""
     if role.has_session():

@@ -35,6 +35,8 @@ class Waiting:
         "_requests",
         "_state",
         "_waited",
+        "on_waited",
+        "under_way",
     )
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses, replies: Replies) -> None:
@@ -43,6 +45,10 @@ class Waiting:
         self._nodes, self._interrupts, self._hub_fd = state.nodes, state.interrupts, state.hub.fileno()
         self._waited = state.seam.waited
         self._local = threading.local()
+        #: the requests for which threads wait: the thread's identifier, and when it began
+        self.under_way: dict[Request, tuple[int, float]] = {}
+        #: is told, in the thread that has waited, of the seconds of each wait that nobody else counts
+        self.on_waited: Callable[[float], object] = lambda seconds: None
 
     def wait(
         self,
@@ -60,9 +66,10 @@ class Waiting:
         poller, waker = self._poller()
         request.waker = waker
         deadline = None if timeout is None else self._clock.now() + timeout
-        began = self._clock.now() if self._waited.listeners else None
+        began = self._clock.now()
         patience, turns = None, 0
         try:
+            self.under_way[request] = threading.get_ident(), began
             while not request.done and not (until is not None and until()):
                 if queue.over:
                     self._state.check(queue)
@@ -82,9 +89,13 @@ class Waiting:
             request.waker = None
             if not self._local.idle:
                 self._local.idle.append((poller, waker))
-            self._requests.drop(request)
-            if began is not None:
-                self._waited.tell(WaitEnded(self._clock.now(), began, request.node, request.id))
+            self._requests.withdraw(request)
+            self.under_way.pop(request, None)  # of two threads that wait for one request the first takes it out
+            now = self._clock.now()
+            if turns and not request.counted:
+                self.on_waited(now - began)
+            if self._waited.listeners:
+                self._waited.notify(WaitEnded(now, began, request.node, request.id))
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self._state.check(queue)
         queue.restart()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .. import collective
 from ..channel.base import MASTER, DataChannel
 from ..collective import IDS, NATIVE, Exchange, ReduceOp, Way, shares
+from ..process.observing import CollectiveDone
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
 from ..protocol.failure_ids import Poison, earliest
+from ..protocol.rank_lists import own_group, ranks_of
 from ..protocol.transfer_ids import COLLECTIVES
 from .state import NodeState
 from .store import Value
@@ -43,7 +46,7 @@ class CollectiveRun:
 
     @property
     def hosts(self) -> tuple[int, ...] | None:
-        return self.command.hosts or None
+        return ranks_of(self.command.hosts) or None
 
 
 def _shift(call: CollectiveRun, inputs: Tensors, outs: Tensors) -> None:
@@ -112,11 +115,11 @@ def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) 
         between(inputs, outs)
 
 
-def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value]) -> None:
+def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value], stream: str = "") -> None:
     """Does this node's part of a collective.
 
-    ``values``: its operands by ref. ``number`` is the command's own, for failures. Raises PoisonedError, and what the
-    collectives raise; the other ranks have been told.
+    ``values``: its operands by ref. ``number`` is the command's own, for failures; ``stream`` the one that does it.
+    Raises PoisonedError, and what the collectives raise; the other ranks have been told.
     """
     dtype = codec.dtype_of(command.dtype)
 
@@ -128,7 +131,7 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
     tensors = [tensor(ref, length) for ref, length in zip(refs, command.lengths, strict=True)]
     given = len(command.inputs)
     poison = earliest(value for ref in command.inputs if isinstance(value := values[ref], Poison))
-    ranks = next((group for group in command.groups if node.rank in group), command.ranks)
+    ranks = own_group(command.ranks, command.sizes, node.rank)
     wire = Exchange(
         node.channels.collective[command.channel],
         ranks,
@@ -139,13 +142,19 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
     try:
-        if command.carry < 0 and not command.hosts and not command.algorithm:
+        if command.carry < 0 and not command.hosts.starts and not command.algorithm:
             wire.shared_pages = node.shared_pages
-        _run(command, wire, tensors[:given], tensors[given:])
+        run, seam = partial(_run, command, wire, tensors[:given], tensors[given:]), node.seam
+        if seam.collective.listeners:
+            size = sum(tensor.nbytes for tensor in tensors)
+            named = stream, number, command.kind, command.algorithm, tuple(ranks), size
+            run = partial(seam.notify_end_of, seam.collective, CollectiveDone, run, *named)
+        run()
     except PoisonedError as error:
         _tell_master(node.channel, command, Poison(error.rank, error.seq))
         raise
     except Exception:
+        node.channels.nodes.update(rank for rank in ranks if rank != node.rank)  # one of which may have told of a loss
         _tell_master(node.channel, command, Poison(node.rank, number))
         raise
     _tell_master(node.channel, command, None)
@@ -168,7 +177,7 @@ def take_part(node: NodeState, command: c.Collective) -> None:
             values[ref] = node.report_failure(command.kind, error)
     store = node.store
     if store.sending:
-        store.settle([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
+        store.wait_for_sends([t for ref in command.outs if isinstance(t := values[ref], torch.Tensor)])
     try:
         join(node, node.number, command, values)
     except PoisonedError as error:

@@ -15,6 +15,7 @@ from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
 from ..process import page, role, torch_switches
+from ..process.observing import FunctionDone, NodeSeam
 from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
 from ..protocol import codec
 from ..protocol import commands as c
@@ -46,9 +47,12 @@ class CommandExecutor(NodeState):
         functions: Functions,
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
+        seam: NodeSeam | None = None,
+        first: int = 0,
     ) -> None:
-        """Takes the arguments of NodeState."""
-        super().__init__(rank, emit, channels, allow, functions, simulate_cuda, progress)
+        """Takes the arguments of NodeState. ``first``: the number of the first command."""
+        super().__init__(rank, emit, channels, allow, functions, simulate_cuda, progress, seam)
+        self.seq = first
         self.stopped = False
         self.events = Events(self)
         self.graphs = NodeGraphs(self, self.one, self.failed)
@@ -74,7 +78,7 @@ class CommandExecutor(NodeState):
                     template = templates[command.template]
                     if store.sending and template.mutated:
                         self.seq = seq
-                        self._settle(template, command)
+                        self._wait_for_sends(template, command)
                     template.run(command.out, command.args)
                 else:
                     self.seq = seq
@@ -87,7 +91,7 @@ class CommandExecutor(NodeState):
                 self.failed(command, e)
         self.seq = batch.first + len(batch.commands)
         if store.sending:
-            store.settle([])  # drops references to tensors whose bytes have left: they may have been freed
+            store.wait_for_sends([])  # drops references to tensors whose bytes have left: they may have been freed
 
     def one(self, command: c.Command) -> None:
         """Applies a command that a graph has recorded."""
@@ -108,7 +112,7 @@ class CommandExecutor(NodeState):
                 lanes.fail(command, e)
         self.seq = batch.first + len(batch.commands)
         if self.store.sending:
-            self.store.settle([])
+            self.store.wait_for_sends([])
         if lanes.idle:  # the last stream is gone
             lanes.close()
             self._lanes, self._beside = None, False
@@ -141,7 +145,7 @@ class CommandExecutor(NodeState):
             case c.Call():
                 template = self.templates[command.template]
                 if template.mutated and store.sending:
-                    self._settle(template, command)
+                    self._wait_for_sends(template, command)
                 if type(command) is c.First:
                     self._hear(template, command)
                     template.compare(command, store.entries)
@@ -181,7 +185,7 @@ class CommandExecutor(NodeState):
             case c.Adopt(refs=()):
                 self.results.pop(command.request, None)
             case c.Adopt():
-                self.adopt(command)
+                self.adopt_results(command)
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Switch():
@@ -198,9 +202,9 @@ class CommandExecutor(NodeState):
             case c.MemoryStats():
                 self.memory_stats(command, self.number)
             case c.Collective(done=0):
-                page.mine.begin(self.seq, COLLECTIVE)
+                page.mine.begin_command(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
-                page.mine.begin(self.seq, COMMANDS)
+                page.mine.begin_command(self.seq, COMMANDS)
             case c.MakeStream() | c.Wait() | c.Signal() | c.Await() | c.Join() | c.Collective():
                 self._begin_lanes(command)
             case c.Record() | c.Query() | c.Elapsed():
@@ -225,7 +229,9 @@ class CommandExecutor(NodeState):
                 why_not = self.allow.why_not if command.ops else partial(why_unusable, rank=self.rank)
                 self.emit(c.Unusable(command.request, tuple(codec.one_line(why_not(name)) for name in command.names)))
             case c.Lost():
-                self.channels.forget(command.rank, command.why)
+                self.channels.mark_lost(command.rank, command.why)
+            case c.Again():
+                self.note_new_worker(command)
             case c.StopNode():
                 self.stopped = True
                 store.clear()
@@ -248,7 +254,7 @@ class CommandExecutor(NodeState):
         call = command.call
         template = self.templates[call.template]
         if template.mutated and self.store.sending:
-            self._settle(template, call)
+            self._wait_for_sends(template, call)
         if template.outs or template.mutated:  # mostly the first call of a signature, or one with shapes of its own
             made = warned.hear(template, template.aloud(self.store.entries), call, self.emit, self.number)
         else:
@@ -292,18 +298,22 @@ class CommandExecutor(NodeState):
         self.store.entries[command.out] = self.store.pending[command.out] = pending
 
     def _run(self, command: c.Run) -> None:
-        self.store.settle(None)  # the function may write tensors that are being sent
-        job = self.functions.claim(command)
-        with page.mine.function(self.number), warned.telling(self.emit, self.number):
-            done = job(self.held if command.holds else self.lent)
+        self.store.wait_for_sends(None)  # the function may write tensors that are being sent
+        job, number, seam = self.functions.claim(command), self.number, self.seam
+        run = partial(job, self.hold_tensor if command.holds else self.lent)
+        if seam.function.listeners:
+            named = name_of(command), command.request
+            run = partial(seam.notify_end_of, seam.function, FunctionDone, run, "", number, *named)
+        with page.mine.function(number), warned.telling(self.emit, number):
+            done = run()
         refs = TRAITS[c.Run].makes(command, None)
         self.store.entries.update(zip(refs, self.finish_run(command, *done), strict=True))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 
-    def _settle(self, template: Template, call: c.Call) -> None:
+    def _wait_for_sends(self, template: Template, call: c.Call) -> None:
         targets = [self.entry(call.out - int(call.args[i])) for i in template.mutated]  # type: ignore[arg-type]
-        self.store.settle([t for t in targets if isinstance(t, torch.Tensor)])
+        self.store.wait_for_sends([t for t in targets if isinstance(t, torch.Tensor)])
 
     def failed(self, command: c.Command, error: Exception) -> None:
         """Handles a failed command: retries it if it met a tensor on its way, passes poison on, or reports an error."""
@@ -330,10 +340,10 @@ class CommandExecutor(NodeState):
                 waited, read = False, []
             poison = earliest(read)
             if poison is None and waited:
-                page.mine.begin(self.seq, RECEIVE)
+                page.mine.begin_command(self.seq, RECEIVE)
                 try:
                     self.other(command)
-                    page.mine.begin(self.seq, COMMANDS)
+                    page.mine.begin_command(self.seq, COMMANDS)
                     return
                 except Exception as again:
                     again.__context__ = None  # the report leaves out that it came too early the first time

@@ -59,7 +59,7 @@ def failure_report(
     number: int, op: str, error: Exception, holdings: c.Holdings | None = None, peers: Collection[int] = ()
 ) -> c.Failed:
     """Returns the report of command ``number``'s failure. ``holdings``: what the node holds, for want of memory;
-    ``peers``: those of its own, one of which may be lost."""
+    ``peers``: those of its own, one of which may be lost, as any node of whose loss the script has told it."""
     kind = attempt(lambda: f"{type(error).__module__}.{type(error).__qualname__}", "an exception's type")
     text = attempt(lambda: str(error), f"the text of this {kind}")
     # TracebackException parses source, and CPython 3.11 can fail in that (gh-106905)
@@ -73,7 +73,8 @@ def failure_report(
     # our own only: a hostile class may do anything when it is asked for an attribute. A user's function may raise one
     # of ours, with any rank
     rank = vars(error).get("rank") if type(error) in _BY_A_LOSS else None
-    lost = rank if type(rank) is int and rank in peers else -1
+    known = type(rank) is int and (rank in peers or vars(error).get("_by_the_script") is True)
+    lost = rank if type(rank) is int and known else -1
     return c.Failed(
         number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings, _value(error)
     )

@@ -68,14 +68,13 @@ class HeldTensor:
                 return
             try:
                 _reach(tensor)
-                self._copy = apart(tensor)
-                _reach(tensor)
+                self._copy = apart(tensor)  # which waits for it
             except Exception as error:  # there may be no memory for it: the function fails then
                 self._error = error
             self._entry = None
             self._then()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Lets go of the tensor: nobody is going to read it any more."""
         with self._reading:
             self._let_go()
@@ -129,10 +128,10 @@ class Holding(Reading):
     def tensors(self) -> Iterator[torch.Tensor]:
         return (tensor for held in self._held.values() if (tensor := held.tensor) is not None)
 
-    def drop(self) -> None:
+    def release_unread(self) -> None:
         """Lets go of all that was not read: the function has ended, or never begins."""
         for held in self._held.values():
-            held.drop()
+            held.release()
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

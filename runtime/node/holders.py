@@ -35,11 +35,11 @@ class Holder:
         """Has ``end`` be called at the end, with what the function has raised; once for each key. It raises nothing."""
         self._ends[key] = end
 
-    def forget(self, key: Hashable) -> None:
+    def cancel_at_end(self, key: Hashable) -> None:
         """Takes back ``at_end``."""
         self._ends.pop(key, None)
 
-    def end(self, error: BaseException | None = None) -> None:
+    def run_at_end(self, error: BaseException | None = None) -> None:
         """Tells all that wanted to be told."""
         while self._ends:
             self._ends.popitem()[1](error)
@@ -70,7 +70,7 @@ def during(what: str) -> Iterator[None]:
         raise
     finally:
         _now.holder = before
-        holder.end(error)
+        holder.run_at_end(error)
         del error  # or it would be in a circle with this frame
 
 
@@ -80,6 +80,6 @@ def current() -> Holder:
         found, name = where.found(), threading.current_thread().name
         made = Holder(f"the thread {name}" if found is not None else f"the script's thread {name}", False)
         _now.anchor = _Anchor()
-        weakref.finalize(_now.anchor, made.end).atexit = False
+        weakref.finalize(_now.anchor, made.run_at_end).atexit = False
         _now.holder = made
     return _now.holder

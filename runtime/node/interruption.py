@@ -36,14 +36,15 @@ _T = TypeVar("_T")
 class Interruption:
     """The functions that run on a node, and those that are not to begin, by the numbers of their requests."""
 
-    # Dictionaries only, each of whose steps is one under the GIL: an interrupt that came while this thread took a lock
-    # could leave it locked.
+    # In the function's thread dictionaries only, each of whose steps is one under the GIL: an interrupt that came while
+    # it took a lock could leave it locked.
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}  #: by request: the thread
         self._ahead: dict[int, None] = {}  #: cancelled, and not found among those that run
         self._struck: dict[int, list[bool]] = {}  #: those that are interrupted: whether the interrupt has been sent
         self._expected = False  #: whether a signal that has been sent to the main thread has not arrived
+        self._cancelling = threading.Lock()  #: held by who cancels
 
     def __repr__(self) -> str:
         return f"<Interruption running={sorted(self._running)} ahead={len(self._ahead)}>"
@@ -51,8 +52,12 @@ class Interruption:
     def cancel(self, request: int) -> None:
         """Interrupts a function, or has it not begin. Does nothing to one that has ended, or was interrupted before.
 
-        Called by one thread, in which no function runs.
+        Called by threads in which no function runs.
         """
+        with self._cancelling:
+            self._cancel(request)
+
+    def _cancel(self, request: int) -> None:
         if request in self._struck:
             return
         self._ahead[request] = None  # first: it may begin at any moment

@@ -61,14 +61,14 @@ class MemoryTally:
                 break
             new.append(ref)
         for ref in [*new, *self._coming]:
-            self._note(ref)
+            self._count_entry(ref)
         self._bytes.peak = max(self._bytes.peak, self._bytes.current + self._leaving())
         self._tensors.peak = max(self._tensors.peak, self._tensors.current)
 
-    def drop(self, refs: Iterable[int]) -> None:
+    def remove_refs(self, refs: Iterable[int]) -> None:
         """Takes away entries that are freed now."""
         for ref in refs:
-            self._forget(ref)
+            self._uncount_entry(ref)
 
     def figures(self) -> dict[str, int]:
         """Returns the figures by the names of torch.cuda.memory_stats."""
@@ -91,11 +91,11 @@ class MemoryTally:
         self._storages: dict[int, list[int]] = {}  #: key -> [bytes, refs]
         self._coming: set[int] = set()  #: refs whose tensors are still on their way
         for ref in list(self._store.entries):
-            self._note(ref)
+            self._count_entry(ref)
         bytes.current, tensors.current = self._bytes.current, self._tensors.current
         self._bytes, self._tensors = bytes, tensors
 
-    def _note(self, ref: int) -> None:
+    def _count_entry(self, ref: int) -> None:
         """Counts an entry as it is now."""
         entry = self._store.entries.get(ref)
         tensor = None if entry is None else made(entry)
@@ -104,7 +104,7 @@ class MemoryTally:
         if found is not None and str(found.device) == "cpu":
             key, size = size_of(found)
         if self._keys.get(ref, -1) != key:
-            self._forget(ref)
+            self._uncount_entry(ref)
             self._keys[ref] = key
             if key:
                 self._tensors.add(1)
@@ -117,7 +117,7 @@ class MemoryTally:
             self._bytes.add(size - self._storages[key][0])
             self._storages[key][0] = size
 
-    def _forget(self, ref: int) -> None:
+    def _uncount_entry(self, ref: int) -> None:
         self._coming.discard(ref)
         key = self._keys.pop(ref, 0)
         if key:

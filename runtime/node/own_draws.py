@@ -77,7 +77,7 @@ def _how(func: OpOverload) -> _Draw | None:
         return None
     twin = func if _index(func) is not None else _twin(func)
     if twin is not None:
-        return _given(twin)
+        return _with_own_generator(twin)
     if func._schema.name == "aten::native_dropout":
         return _dropout
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -102,7 +102,7 @@ def _twin(func: OpOverload) -> OpOverload | None:
     return None
 
 
-def _given(func: OpOverload) -> _Draw:
+def _with_own_generator(func: OpOverload) -> _Draw:
     index = _index(func)
     assert index is not None
     name, keyword_only = func._schema.arguments[index].name, func._schema.arguments[index].kwarg_only

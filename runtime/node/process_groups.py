@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -29,19 +29,25 @@ from ..channel.opened import Channels
 from ..host.interfaces import interfaces
 from ..protocol import codec
 from ..protocol import commands as c
-from ..protocol.errors import BrokenError, DisttensorError, PeerFailed
+from ..protocol.errors import BrokenError, CancelledError, DisttensorError, PeerFailed
+from ..protocol.rank_lists import ranks_of
 from .user_functions import Job, Tensors
 
 #: Time limits: for ranks to connect once all of them have come, and for a collective (torch's default).
 _CONNECT, _LIMIT = timedelta(seconds=15), timedelta(minutes=30)
 #: Seconds to wait, after an error that another rank may have caused, for news of which one.
 _NEWS = 5.0
-#: Seconds for a function to see by itself that another rank has ended, before its connections are cut.
+#: Seconds for a function to see by itself that another rank has ended, before its connections are cut; and then to end
+#: by itself, where NCCL is aborted, before it is interrupted.
 _PATIENCE = 5.0
 #: torch's numbers of groups along dims are counted from here.
 _OURS = 1_000_000
 #: Texts of errors that another rank may have caused.
 _OF_OTHERS = re.compile(r"gloo|nccl|connection|socket|c10d|process ?group|timed out|timeout", re.IGNORECASE)
+
+#: A key of torch's under which the id of a communicator of NCCL's is told: the group's name; which communicator it is,
+#: or of which two ranks.
+_ID = re.compile(r"(?:.*//)?([^/]+)//cuda//(\d+)(?::(\d+))?")
 
 #: Environment variables of torch's, without which NCCL's watchdog would end this process where a peer is gone.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -66,10 +72,11 @@ class ProcessGroups:
         self._now: _Group | None = None
         self._gone: set[int] = set()  #: numbers of the groups that this rank has given up
 
-    def within(self, told: c.World, job: Job) -> Job:
-        """Returns a job that runs ``job`` as a rank of the process group ``told``. Raises what ``_channel`` does."""
+    def within(self, told: c.World, job: Job, interrupt: Callable[[], None]) -> Job:
+        """Returns a job that runs ``job`` as a rank of the process group ``told``. Raises what ``_channel`` does.
+        ``interrupt`` ends it with a CancelledError, if it runs."""
         self._channel(told)
-        return partial(self._run, told, job)
+        return partial(self._run, told, job, interrupt)
 
     def has(self, told: c.World) -> bool:
         """Returns whether the process group still exists: a function may destroy it, or one of a dim."""
@@ -108,7 +115,7 @@ class ProcessGroups:
             raise DisttensorError(f"process groups need the data channel 'gloo', not {name}")
         return found
 
-    def _run(self, told: c.World, job: Job, tensors: Tensors) -> Any:
+    def _run(self, told: c.World, job: Job, interrupt: Callable[[], None], tensors: Tensors) -> Any:
         try:
             if told.number in self._gone:  # another thread of the master has queued it in time
                 raise PeerFailed("the process group broke off in the call before this one")
@@ -117,7 +124,7 @@ class ProcessGroups:
                 self._now = _Group(told, self._rank, self._channel(told))
                 self._now.begin()
             assert self._now is not None
-            with self._now.using(told.mesh):
+            with self._now.using(told.mesh, interrupt):
                 return job(tensors)
         except Exception as error:
             other = self._now.blamed(error) if self._now is not None else None
@@ -127,35 +134,77 @@ class ProcessGroups:
             raise
 
 
+class _Store(MailboxStore):
+    """A store where the ranks of a communicator of NCCL's meet before they hear its id.
+
+    Within NCCL a rank that makes a communicator waits for the others, and nothing can end that: neither does torch's
+    abort. Here it comes out where another one has ended.
+    """
+
+    def __init__(self, me: int, *of_store: Any) -> None:
+        super().__init__(*of_store)
+        self._me = me
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._meet(key)
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._meet(key)
+        return super().get(key)
+
+    def _meet(self, key: str) -> None:
+        """Returns once all ranks that hear of the id under this key ask for it; at once for any other key."""
+        ranks = _ranks_of_id(key)
+        if self._me in ranks:
+            super().set(f"{key} {self._me}", b"")
+            super().wait([f"{key} {rank}" for rank in ranks])
+
+
+def _ranks_of_id(key: str) -> list[int]:
+    """Returns the ranks of the communicator whose id is told under a key; none for other keys."""
+    found = _ID.fullmatch(key)
+    if found is None:
+        return []
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        if name == found[1]:
+            ranks = dist.get_process_group_ranks(group)
+            return [ranks[int(found[2])], ranks[int(found[3])]] if found[3] else ranks
+    return []
+
+
 class _Group:
     """torch's default process group, for one world, from its beginning to its end."""
 
     def __init__(self, told: c.World, rank: int, channel: GlooChannel) -> None:
         self.told, self._channel = told, channel
-        self._me = told.ranks.index(rank)
+        self._ranks = ranks_of(told.ranks)
+        self._me = self._ranks.index(rank)
         self._name = f"process group {told.number}"
-        self._tell = channel.teller(told.ranks)
-        self._store = MailboxStore(self._name, channel.mailbox, self._tell, self._over)
+        self._tell = channel.teller(self._ranks)
+        self._store = _Store(self._me, self._name, channel.mailbox, self._tell, self._over)
         #: the groups that this rank is in, the whole one and those along dims of meshes, by their ranks
         self._along: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made = 0  #: groups along dims, those of other ranks too
         self._meshes: dict[c.MeshDims, DeviceMesh] = {}
         self._idle = threading.Event()  #: set while no function runs in the group
+        self._interrupt: Callable[[], None] | None = None  #: interrupts the function that runs in the group
         self._ended = False
+        self._aborted = False  #: whether what NCCL had under way was ended: nobody is told that it has no results
         self._watcher = threading.Thread(target=self._watch, name="disttensor-process-group", daemon=True)
 
     def begin(self) -> None:
         """Initializes the group; returns when all ranks have come. Raises ``_over``'s error, and torch's errors."""
         if dist.is_initialized():
             raise DisttensorError("this node has a process group of its own, made by a function that ran here before")
-        host = self._host(self.told.ranks[self._me])
+        host = self._host(self._ranks[self._me])
         name = next((name for name, addresses in interfaces().items() if host in addresses), None)
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if "nccl" in self.told.backend:
             for variable, value in _NCCL.items():
                 os.environ.setdefault(variable, value)
-        size, hook = len(self.told.ranks), sys.excepthook
+        size, hook = len(self._ranks), sys.excepthook
         try:
             dist.init_process_group(
                 self.told.backend, timeout=_CONNECT, store=self._store, rank=self._me, world_size=size
@@ -168,7 +217,7 @@ class _Group:
         self._watcher.start()
 
     @contextmanager
-    def using(self, mesh: c.MeshDims | None) -> Iterator[None]:
+    def using(self, mesh: c.MeshDims | None, interrupt: Callable[[], None]) -> Iterator[None]:
         """Surrounds a function's run in the group, which sees its ranks as a mesh. Raises the error of ``_over``, and
         torch's errors."""
         global _seen
@@ -177,9 +226,17 @@ class _Group:
             if (over := self._over()) is not None:
                 raise over
             _seen = None if mesh is None else self._seen_as(mesh)
-            yield
+            self._interrupt = interrupt
+            try:
+                yield
+            except CancelledError as error:
+                if self._aborted and (over := self._over()) is not None:  # by ``_watch``
+                    raise over from error
+                raise
+            if self._aborted and (over := self._over()) is not None:
+                raise over
         finally:
-            _seen = None
+            _seen = self._interrupt = None
             self._idle.set()
 
     def whole(self) -> bool:
@@ -191,7 +248,7 @@ class _Group:
         """Returns the ranks as torch's DeviceMesh. All ranks call this in one order, before a function that may not
         call ``device_mesh``, or may fail, on some of them."""
         if mesh not in self._meshes:
-            ranks = torch.arange(len(self.told.ranks)).reshape(mesh.sizes)
+            ranks = torch.arange(len(self._ranks)).reshape(mesh.sizes)
             dims = [ranks.movedim(i, -1).reshape(-1, size).tolist() for i, size in enumerate(mesh.sizes)]
             if any(self._mine(lines) not in self._along for lines in dims):
                 dist.barrier()  # none has failed: who connects to a rank that never comes waits until the time limit
@@ -232,7 +289,7 @@ class _Group:
             time.sleep(0.01)  # the end of gloo's connection may be seen before the news
         if over is None:
             return None
-        return PeerFailed(f"rank {self._me} of {len(self.told.ranks)} broke off: {over}", over.rank)
+        return PeerFailed(f"rank {self._me} of {len(self._ranks)} broke off: {over}", over.rank)
 
     def give_up(self, lost: int | None = None) -> None:
         """Tells the other ranks, unless one of them has told all, and ends the connections. No function runs then."""
@@ -261,14 +318,15 @@ class _Group:
         if mailbox.has(key):
             rank, lost = map(int, mailbox.get(key, lambda: None).split())
             why = "has failed" if lost < 0 else f"has lost node {lost}"
-            return BrokenError(f"rank {rank}, on node {self.told.ranks[rank]}, {why}", None if lost < 0 else lost)
-        return self._channel.lost([rank for i, rank in enumerate(self.told.ranks) if i != self._me])
+            return BrokenError(f"rank {rank}, on node {self._ranks[rank]}, {why}", None if lost < 0 else lost)
+        return self._channel.lost([rank for i, rank in enumerate(self._ranks) if i != self._me])
 
     def _watch(self) -> None:
         """Waits for the first rank's end, and then cuts the connections here.
 
         Another rank may wait for one whose function has returned. While a function runs, gloo sees the ends of those
-        that it waits for by itself; it waits for others in a group that has lost nobody.
+        that it waits for by itself; it waits for others in a group that has lost nobody. NCCL's results are missing
+        then, which nobody is told: a function that goes on without them is interrupted.
         """
 
         def over() -> BrokenError | None:
@@ -279,14 +337,18 @@ class _Group:
         self._idle.wait(_PATIENCE)
         if not self._ended:
             self._cut()
+        if self._aborted and not self._idle.wait(_PATIENCE) and (interrupt := self._interrupt) is not None:
+            interrupt()
 
     def _cut(self) -> None:
-        hosts = list(dict.fromkeys(self._host(rank) for rank in self.told.ranks))
-        ours = addresses_in(self._store.told, [self._host(self.told.ranks[self._me])])
+        hosts = list(dict.fromkeys(self._host(rank) for rank in self._ranks))
+        ours = addresses_in(self._store.told, [self._host(self._ranks[self._me])])
         cut(ours, addresses_in(self._store.heard, hosts) - ours)
         if "nccl" in self.told.backend and dist.is_initialized():
-            with suppress(Exception):
-                dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+            self._aborted = True
+            for group in list(dist.distributed_c10d._world.pg_map):  # functions make some of their own
+                with suppress(Exception):  # one may be gloo's alone
+                    group._get_backend(torch.device("cuda")).abort()
 
     def _host(self, rank: int) -> str:
         return self._channel.host_of(rank)

@@ -35,7 +35,7 @@ class Reader:
         more["worker_init_fn"] = _Started(options.get("worker_init_fn"))
         more["collate_fn"] = _Collated(options.get("collate_fn") or default_collate)
         more["multiprocessing_context"] = multiprocessing.get_context("fork")  # the dataset came by value
-        batches, self._workers = _begun(loader(dataset, plan, rank, more))
+        batches, self._workers = _begin_iterator(loader(dataset, plan, rank, more))
         self._skip, self._depth, self._device = skip, depth, device
         self._changed = threading.Condition()
         self._found: deque[tuple[Any, list[torch.Tensor]]] = deque()  #: what was read, and the script does not know
@@ -87,7 +87,7 @@ class Reader:
             self._found.clear()
             return told
 
-    def give(self) -> list[torch.Tensor]:
+    def next_batch(self) -> list[torch.Tensor]:
         """Gives the tensors of the oldest batch that the script knows."""
         with self._changed:
             self._changed.notify_all()
@@ -147,13 +147,13 @@ def _died(error: BaseException, workers: list[Any]) -> RuntimeError | None:
         return None
     gone[0].join()
     return RuntimeError(
-        f"process {gone[0].pid}, which read samples, has died: it {_ended(gone[0].exitcode)}. If nothing of the "
+        f"process {gone[0].pid}, which read samples, has died: it {_words_of_end(gone[0].exitcode)}. If nothing of the "
         "dataset's did that, memory may have run out, of which fewer workers take less (num_workers=). It was seen as "
         f"{type(error).__name__}: {error}"
     )
 
 
-def _ended(code: int) -> str:
+def _words_of_end(code: int) -> str:
     """Returns the words for the end of a process that nobody has ended."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"got signal {-code}"
@@ -164,7 +164,7 @@ def _ended(code: int) -> str:
 _making = threading.Lock()
 
 
-def _begun(made: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
+def _begin_iterator(made: DataLoader[Any]) -> tuple[Iterator[Any], list[Any]]:
     """Returns a loader's iterator, and its workers, which it has started."""
     before = signal.getsignal(signal.SIGCHLD)
     with _making, warnings.catch_warnings():
@@ -207,7 +207,7 @@ def take_batch(token: torch.Tensor, give: bool, wait: bool) -> tuple[list[Any], 
     """Gives the tensors of the oldest batch that the script knows, if it is to, and tells of those that it does not
     know."""
     reader: Reader = behind(token)
-    given = reader.give() if give else []
+    given = reader.next_batch() if give else []
     return reader.news(wait), given
 
 

@@ -2,7 +2,8 @@
 
 So bytes come in while the node computes: a Recv that waited for its turn behind a computation would begin only after
 that. A Recv writes a ref of its own and nobody can use that before, so it may begin at any time before its turn, if all
-receives from a peer keep their order. It passes commands that receive nothing, and no others.
+receives from a peer keep their order. It passes commands that receive nothing, and no others. A peer that is introduced
+on the way is told to the channels at once.
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ class Ahead:
         while self._batch < len(self._waiting):
             commands = self._waiting[self._batch][0].commands
             while self._command < len(commands):
-                if not self._begin(commands[self._command]):
+                if not self._begin_receive(commands[self._command]):
                     return
                 self._command += 1
             self._batch += 1
             self._command = 0
 
-    def _begin(self, command: c.Command) -> bool:
+    def _begin_receive(self, command: c.Command) -> bool:
         """Begins the command if it is a receive; returns whether the receives after it may begin."""
+        if type(command) is c.Peer:  # from which the next receive may be
+            self._executor.channels.connect(command.channel, command.rank, command.addresses, command.key)
+            return True
         if type(command) is not c.Recv:
             return type(command) in _OVERTAKEN
         executor, early = self._executor, self._executor.early

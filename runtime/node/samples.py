@@ -41,7 +41,7 @@ class SamplePlan:
     uneven: str  #: "drop", "pad" or "none"
     start: int  #: the position of its first sample
 
-    def end(self, size: int) -> int:
+    def end_position(self, size: int) -> int:
         """Returns the position behind the last sample, of a dataset of this size."""
         if self.uneven == "drop":
             return self.start + max(0, size - self.start) // self.batch * self.batch
@@ -49,7 +49,7 @@ class SamplePlan:
 
     def batches(self, size: int) -> Iterator[list[range]]:
         """Yields the positions in each batch, by rank."""
-        end = self.end(size)
+        end = self.end_position(size)
         for first in range(self.start, end, self.batch):
             yield [range(first + rank, min(first + self.batch, end), self.ranks) for rank in range(self.ranks)]
 

@@ -2,6 +2,9 @@
 
 master: Losses.lose --Gone-->   this thread --> DataChannel.expire: a receive that waits for a lost peer ends
         Link.cancel --Cancel--> this thread --> Functions.cancel: a function is interrupted
+        LookingIn   --Watch-->  this thread --> Gathering.watch: observers note what happens
+        LookingIn   --Gather--> this thread --> Gathering.gather --Gathered--> LookingIn
+        RollCall  --Describe--> this thread --> Description.answer --Described--> RollCall
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from ..channel.opened import Channels
 from ..protocol import side
 from ..protocol.errors import ChannelError, ProtocolError
 from ..transport.base import Spoke
+from .description import Description
+from .gathering import Gathering
 
 #: Seconds until another connection is tried in place of one that has ended. The script looks each second which have,
 #: and lets nobody in before.
@@ -27,9 +32,18 @@ class SideChannel:
     After a connection that was ended by something between the two it makes another one: all words may be said twice.
     """
 
-    def __init__(self, connect: Callable[[], Spoke], channels: Channels, cancel: Callable[[int], None]) -> None:
-        """``connect`` makes the connection, and may wait for it; ``cancel`` interrupts the function of a request."""
+    def __init__(
+        self,
+        connect: Callable[[], Spoke],
+        channels: Channels,
+        cancel: Callable[[int], None],
+        gathering: Gathering,
+        description: Description,
+    ) -> None:
+        """``connect`` makes the connection, and may wait for it; ``cancel`` interrupts the function of a request;
+        ``gathering`` is what observers gather here, ``description`` that of the node."""
         self._connect, self._channels, self._cancel = connect, channels, cancel
+        self._gathering, self._description = gathering, description
         self._spoke: Spoke | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -67,12 +81,17 @@ class SideChannel:
         while True:
             message = spoke.recv()
             if message is not None:
-                self._take(side.decode(message))
+                self._handle_word(side.decode(message), spoke)
 
-    def _take(self, word: side.Word) -> None:
+    def _handle_word(self, word: side.Word, spoke: Spoke) -> None:
         match word:
             case side.Gone():
-                for channel in self._channels:
-                    channel.expire(word.rank, word.why)
+                self._channels.expire(word.rank, word.why, word.incarnation)
             case side.Cancel():
                 self._cancel(word.request)
+            case side.Watch():
+                self._gathering.watch(word.points, word.room)
+            case side.Gather():
+                spoke.send(side.encode(self._gathering.gather(word.request, word.first)))
+            case side.Describe():
+                spoke.send(side.encode(self._description.answer(word.request)))

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec.structs import replace
 
 from ..channel.base import Arrival
 from ..channel.opened import Channels
@@ -24,14 +25,15 @@ from ..collective.shared_pages import SharedPagesOfGroups
 from ..host.cuda_devices import in_use
 from ..host.memory_limit import begin_peak, memory_left, resident
 from ..process import role
+from ..process.observing import NodeSeam
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
-from ..protocol.errors import ProtocolError
+from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import Poison, replayed
 from ..protocol.traits import TRAITS
 from . import geometry, where
-from .failures import failure_report, is_shortage
+from .failures import failure_report, is_shortage, name_of
 from .held import HeldTensor
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
@@ -67,13 +69,16 @@ class NodeState:
         functions: Functions,
         simulate_cuda: int = 0,
         progress: Callable[[], None] = lambda: None,
+        seam: NodeSeam | None = None,
     ) -> None:
         """Begins without tensors and templates.
 
         ``emit`` takes the replies for the master; ``progress`` is called when ``done`` has grown in another thread than
-        the one that calls ``apply``. Any thread may call both, once there are streams.
+        the one that calls ``apply``. Any thread may call both, once there are streams. ``seam``: where observers look
+        in.
         """
         self.rank = rank
+        self.seam = NodeSeam(rank) if seam is None else seam
         self.store = Store()
         self.emit = emit
         self.progress = progress
@@ -87,7 +92,7 @@ class NodeState:
         self._simulate_cuda = simulate_cuda
         self.cuda = not simulate_cuda and torch.cuda.is_available()
         functions.device = "cuda:0" if self.cuda else "cpu"
-        where.begin(rank, functions.device)
+        where.set_place(rank, functions.device)
         self._drawing: dict[str, int] = {}  #: the place whose generator is in use, by device; 0 is the node itself
         self._resting: dict[tuple[int, str], torch.Tensor] = {}  #: states of the others, by place and device
         self.results: dict[int, list[torch.Tensor]] = {}  #: tensors that functions returned, by request
@@ -99,6 +104,8 @@ class NodeState:
         #: the number of the command that is next, or being applied
         self.seq = 0
         self.at = -1  #: in a replay: the index of the graph's command that is being applied
+        #: what is gone with losses, the earliest first: refs below a bound, the lost node and its incarnation
+        self.gone: list[tuple[int, int, int]] = []
         self.shortages = 0  #: commands that failed for want of memory
         self._short_at, self._streak = 0.0, 0  #: when the last of them was, and how many there were in a row
 
@@ -110,6 +117,18 @@ class NodeState:
     def number(self) -> int:
         """The number that names the current command in a failure."""
         return replayed(self.seq, self.at)
+
+    def what(self, command: c.Command) -> str:
+        """Returns a name of a command for observers: the operator's, the function's, the collective's."""
+        match command:
+            case c.On(command=inner):
+                return self.what(inner)
+            case c.Call(template=number) | c.Ask(call=c.Call(template=number)) if number in self.templates:
+                return self.templates[number].name
+            case c.Collective(kind=kind):
+                return kind
+            case _:
+                return name_of(command)
 
     def device(self, name: str) -> torch.device:
         """Returns a device of this node by name; for a simulated CUDA device the CPU. Raises RuntimeError for a missing
@@ -203,7 +222,7 @@ class NodeState:
         yield from chain.from_iterable(self.results.values())
         yield from chain.from_iterable(whole.tensors for whole in self.outcomes.values())
 
-    def adopt(self, command: c.Adopt) -> None:
+    def adopt_results(self, command: c.Adopt) -> None:
         """Gives refs to tensors that a function has returned. Raises KeyError where there are none."""
         whole = self.outcomes.pop(command.request, None)
         tensors = self.results.pop(command.request) if whole is None else whole.tensors
@@ -336,13 +355,42 @@ class NodeState:
 
     def entry(self, ref: int) -> torch.Tensor | Poison:
         """Returns the tensor or poison under ``ref``; waits for a tensor on its way. Raises KeyError, NotReplayed."""
-        entry = self.store.entries[ref]
+        entry = self.present(ref)
         if isinstance(entry, Later):
             entry = self.store.entries[ref] = entry.result(partial(self.report_failure, "transfer"))  # type: ignore[assignment]
             self.store.pending.pop(ref, None)
         elif isinstance(entry, Unmade):
             raise NotReplayed
-        return entry  # type: ignore[return-value]
+        return entry  # type: ignore[no-any-return]
+
+    def present(self, ref: int) -> Any:
+        """Returns the entry under ``ref``; for what is gone with a loss its poison.
+
+        An earlier worker in this node's place held it, or nobody made it while a node of its mesh was lost. Its first
+        use reports that. Raises KeyError for a ref that is not gone.
+        """
+        entry = self.store.entries.get(ref)
+        return entry if entry is not None else self._missing(ref)
+
+    def _missing(self, ref: int) -> Poison:
+        for before, rank, incarnation in self.gone:
+            if ref < before:
+                held = (
+                    f"tensor {ref} was held by" if rank == self.rank else f"tensor {ref} was not made, with the loss of"
+                )
+                why = f"{held} incarnation {incarnation} of node {rank}, in whose place another worker is now"
+                failed = failure_report(self.number, "the use of a tensor", DisttensorError(why))
+                self.emit(replace(failed, lost=rank, incarnation=incarnation))
+                poison = self.store.entries[ref] = Poison(self.rank, self.number)
+                return poison
+        raise KeyError(ref)
+
+    def note_new_worker(self, command: c.Again) -> None:
+        """Notes that another worker is in a lost node's place."""
+        self.gone.append((command.before, command.rank, command.incarnation - 1))
+        if command.rank != self.rank:
+            self.channels.forgive(command.rank, command.incarnation)
+            self.shared_pages.forget_rank(command.rank)
 
     def tensor(self, ref: int) -> torch.Tensor:
         """Returns the tensor under ``ref``, as ``entry`` does. Raises PoisonRead for poison."""
@@ -355,7 +403,7 @@ class NodeState:
         """Returns the tensor under ``ref``, as ``tensor`` does, for a function that may keep it."""
         return self.store.lent(ref, self.tensor(ref))  # type: ignore[no-any-return]
 
-    def held(self, ref: int) -> HeldTensor:
+    def hold_tensor(self, ref: int) -> HeldTensor:
         """Returns the tensor under ``ref`` for a function that wants it held, where nothing runs beside that."""
         return HeldTensor(self.tensor(ref))
 
@@ -366,7 +414,7 @@ class NodeState:
                 self.entry(ref)
             else:  # a replay has freed it, and nothing had used it
                 del self.store.pending[ref]
-        self.store.settle(None)
+        self.store.wait_for_sends(None)
 
     def give_up(self, command: c.Command, poison: Poison) -> None:
         """Puts poison in place of a failed command's outputs, and of what it should have written, and answers the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import nlargest
 from itertools import accumulate
@@ -142,7 +143,7 @@ class Tally(Protocol):
 
     def look(self) -> None: ...
 
-    def drop(self, refs: Iterable[int]) -> None: ...
+    def remove_refs(self, refs: Iterable[int]) -> None: ...
 
 
 class Store:
@@ -172,7 +173,7 @@ class Store:
             self._watch((first, *accumulate(distances, initial=first)))
         if self.tally is not None:
             self.tally.look()
-            self.tally.drop(accumulate(distances, initial=first))
+            self.tally.remove_refs(accumulate(distances, initial=first))
         self._peak = max(self._peak, len(entries))
         entries.pop(ref, None)
         for distance in distances:
@@ -202,7 +203,7 @@ class Store:
         tensors = ((ref, made(entry)) for ref, entry in self.entries.items())
         return [ref for ref, tensor in tensors if tensor is not None and memory(tensor) == address]
 
-    def settle(self, tensors: list[torch.Tensor] | None) -> None:
+    def wait_for_sends(self, tensors: list[torch.Tensor] | None) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change. None: waits for all sends."""
         touched = None if tensors is None else set(map(memory, tensors))
         rest = []
@@ -222,6 +223,17 @@ class Store:
             key, size = size_of(entry)
             storages[key] = size
         return count, sum(storages.values())
+
+    def usage_by_device(self) -> dict[str, tuple[int, int]]:
+        """Returns, by device, what ``usage`` does of one. Any thread may call it."""
+        storages: dict[str, dict[int, int]] = {}
+        counts = Counter[str]()
+        for _, entry in self._on(None):
+            device = str(entry.device)
+            key, size = size_of(entry)
+            storages.setdefault(device, {})[key] = size
+            counts[device] += 1
+        return {device: (counts[device], sum(found.values())) for device, found in storages.items()}
 
     def _on(self, device: str | None) -> Iterable[tuple[int, torch.Tensor | Pending]]:
         """Yields what is on a device, or anywhere: tensors, and receives under way; with their refs."""
@@ -294,7 +306,7 @@ def shared(tensor: torch.Tensor) -> bool:
         return False
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 2  # the tensor's and this function's own
     if uses == 1 and tensor._base is not None:
-        return _held(tensor) > _HELD
+        return _holder_count(tensor) > _HELD
     return uses > 0
 
 
@@ -304,14 +316,14 @@ def seen(entry: Entry, viewed: Collection[int]) -> bool:
     return id(entry) in viewed or (tensor is not None and (memory(tensor) in viewed or shared(tensor)))
 
 
-def _held(view: torch.Tensor) -> int:
+def _holder_count(view: torch.Tensor) -> int:
     """Counts the holders of the tensor that ``view`` is a view of: views hold it, and so do names in Python."""
     base: Any = view._base
     return int(base._use_count()) + sys.getrefcount(base)
 
 
 #: The count where only that view holds it.
-_HELD = _held(torch.empty(1)[:])
+_HELD = _holder_count(torch.empty(1)[:])
 
 
 def release(entry: Entry, transfer: Transfer, touched: set[int] | None) -> None:

@@ -31,7 +31,7 @@ def token_of(value: Any, end: Ends | None = None) -> torch.Tensor:
     """Returns a tensor that keeps a value, which ``behind`` finds. ``end``: told when the tensor is gone."""
     memory = np.array([next(_numbers)])
     _kept[int(memory[0])] = value, end
-    weakref.finalize(memory, _drop, int(memory[0])).atexit = False
+    weakref.finalize(memory, _drop_token, int(memory[0])).atexit = False
     return torch.from_numpy(memory)
 
 
@@ -40,7 +40,7 @@ def behind(token: torch.Tensor) -> Any:
     return _kept[int(token)][0]
 
 
-def _drop(number: int) -> None:
+def _drop_token(number: int) -> None:
     _, end = _kept.pop(number)
     if end is not None:
         end.end()

@@ -56,8 +56,8 @@ def key_of(data: bytes) -> bytes:
 class Worlds(Protocol):
     """Runs functions as ranks of a process group: see process_groups.py."""
 
-    def within(self, told: c.World, job: Job) -> Job:
-        """Returns a job that runs ``job`` as a rank of the process group ``told``."""
+    def within(self, told: c.World, job: Job, interrupt: Callable[[], None]) -> Job:
+        """Returns a job that runs ``job`` as a rank of the process group ``told``, and may call ``interrupt``."""
 
     def give_up(self, told: c.World) -> None:
         """Withdraws this rank, which does not take part: the others need not wait for it."""
@@ -114,11 +114,11 @@ class Functions:
             return job
         if self._worlds is None:
             raise DisttensorError("this node has no process groups")
-        return self._worlds.within(command.world, job)
+        return self._worlds.within(command.world, job, partial(self.cancel, command.request))
 
     def cancel(self, request: int) -> None:
         """Raises KeyboardInterrupt in the function of a request, in whichever thread it runs; has it not begin where it
-        has not. Called by the side channel's thread."""
+        has not. Called by threads in which no function runs: the side channel's, that of a process group."""
         self._interruption.cancel(request)
 
     def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:

@@ -101,7 +101,7 @@ def tell_warnings() -> None:
         if tell is None or file is not None or os.getpid() != process:  # a thread or a child of a function's
             place = (str(message), filename, lineno)
             if file is None and _kept is not None and len(_kept) < _MOST:
-                _kept[_said(message, category, filename, lineno)] = None
+                _kept[_text_of_warning(message, category, filename, lineno)] = None
                 return
             if file is None and (place in outside or issubclass(category, _IGNORED)):
                 return
@@ -109,7 +109,7 @@ def tell_warnings() -> None:
                 outside.add(place)
             shown(message, category, filename, lineno, file, line)
         else:
-            tell(*_said(message, category, filename, lineno))
+            tell(*_text_of_warning(message, category, filename, lineno))
 
     warnings.showwarning = show
 
@@ -154,7 +154,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 _MOST = 10_000
 
 
-def _said(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> Said:
+def _text_of_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int) -> Said:
     """Returns what is told of a warning of Python's. For ``showwarning``, which calls this."""
     kind, module = f"{category.__module__}.{category.__qualname__}", _module_at(filename, lineno)
     if module.startswith(_OURS):  # a kernel's, or of a function about its caller, which is the script

@@ -28,7 +28,7 @@ _now = _Now()
 _own: list[Where] = []  #: this process's place, if it is a node
 
 
-def begin(node: int, device: str) -> None:
+def set_place(node: int, device: str) -> None:
     """Notes the place of all functions of this process, if it is a node: those that threads of a function call, too."""
     if role.is_node():
         _own[:] = [Where(node, device)]

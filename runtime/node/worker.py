@@ -28,7 +28,7 @@ from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
-from ..process.observing import BatchApplied, CommandApplied, NodeSeam
+from ..process.observing import BatchApplied, CommandBegun, CommandDone, NodeSeam
 from ..process.page import COMMANDS, STREAMS
 from ..process.torch_threads import compute_as_told
 from ..protocol import codec
@@ -37,7 +37,9 @@ from ..protocol.allow_list import AllowList
 from ..protocol.bundle import PROTOCOL, Bundle, as_name, read_bundle
 from ..protocol.errors import ClosedError, ProtocolError
 from ..transport.base import Spoke
+from .description import Description
 from .executor import CommandExecutor
+from .gathering import Gathering
 from .own_bundle import set_own
 from .process_groups import ProcessGroups
 from .receive_ahead import Ahead
@@ -70,10 +72,10 @@ class NodeWorker:
 
     def __init__(self, bundle: Bundle, spoke: Spoke) -> None:
         self.bundle = bundle
-        self.seam = NodeSeam()  #: where observers look in
+        self.seam = NodeSeam(bundle.rank)  #: where observers look in
         self._spoke = spoke
         self._replies: list[c.Reply] = []
-        self._told = 0
+        self._told = bundle.first
         self._unacknowledged = 0  #: bytes of messages since the last report
         self._telling = threading.RLock()  #: held while reporting, by the receiving thread or a stream's
         self._receiver = threading.get_ident()
@@ -82,7 +84,7 @@ class NodeWorker:
         hosts = bundle.data_hosts or (LOOPBACK,)
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
         context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection, bundle.data_silence)
-        self.channels = Channels(maker(context), bundle.backend)
+        self.channels = Channels(maker(context, self.seam), bundle.backend)
         self.executor = CommandExecutor(
             bundle.rank,
             self._emit,
@@ -91,6 +93,8 @@ class NodeWorker:
             Functions(bundle.functions, ProcessGroups(bundle.rank, self.channels)),
             bundle.simulate_cuda,
             self._progress,
+            self.seam,
+            bundle.first,
         )
 
     def __repr__(self) -> str:
@@ -128,7 +132,7 @@ class NodeWorker:
             self._flush()
             while not executor.stopped:
                 batch, size = ahead.next()
-                mine.begin(batch.first, COMMANDS)
+                mine.begin_command(batch.first, COMMANDS)
                 if applied.listeners or commands.listeners:
                     self._apply(batch, size)
                 else:
@@ -136,7 +140,7 @@ class NodeWorker:
                 if executor.done == executor.seq:
                     mine.rest()  # before the report, which tells for how long it has worked
                 else:
-                    mine.begin(executor.done, STREAMS)
+                    mine.begin_command(executor.done, STREAMS)
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()
@@ -161,12 +165,14 @@ class NodeWorker:
         began = now()
         if seam.commands.listeners:
             for number, command in enumerate(batch.commands, batch.first):
+                what = self.executor.what(command)
                 start = now()
+                seam.commands.notify(CommandBegun(start, rank, "", number, what, command))
                 self.executor.apply(c.Batch(number, (command,)))
-                seam.commands.tell(CommandApplied(now(), start, rank, number, command))
+                seam.commands.notify(CommandDone(now(), start, rank, "", number, what, command))
         else:
             self.executor.apply(batch)
-        seam.applied.tell(BatchApplied(now(), began, rank, batch.first, len(batch.commands), size))
+        seam.applied.notify(BatchApplied(now(), began, rank, batch.first, len(batch.commands), size))
 
     def _emit(self, reply: c.Reply) -> None:
         if type(reply) in _AWAITED:
@@ -263,7 +269,9 @@ def start(bundle: Bundle) -> int:
         ZmqSpoke, bundle.side_addresses[addresses.index(address)], bundle.server_key, bundle.side_public_key,
         bundle.side_secret_key, bundle.rank, silence=bundle.silence,
     )  # fmt: skip
-    with contextlib.closing(SideChannel(beside, worker.channels, worker.executor.functions.cancel)):
+    cancel, gathering = worker.executor.functions.cancel, Gathering(worker.seam)
+    description = Description(worker.executor, worker.channels)
+    with contextlib.closing(SideChannel(beside, worker.channels, cancel, gathering, description)):
         return worker.serve()
 
 

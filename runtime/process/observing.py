@@ -1,20 +1,33 @@
 """The seam: the points at which observers look in at what an end of a session does, while it does it.
 
-    script  sent      master/sender.py    a message of commands has been handed to the hub
-            reported  master/replies.py   a node's report has come; told before an answer in it wakes its waiter
-            waited    master/waiting.py   a thread has waited for a node
-            lost      master/losses.py    a node is gone
-    node    applied   node/worker.py      the commands of a message have been applied, or given to streams
-            commands  node/worker.py      the same of a single command
+    script  issued      master/command_queue.py  a command has been issued: it is in the queue of its nodes
+            sent        master/sender.py         a message of commands has been handed to the hub
+            reported    master/replies.py        a node's report has come; told before an answer in it wakes its waiter
+            waited      master/waiting.py        a thread has waited for a node
+            lost        master/losses.py         a node is gone
+    node    applied     node/worker.py           the commands of a message have been applied, or given to streams
+            commands    node/worker.py           a command begins, and has been applied, or given to a stream
+                        node/streams/lanes.py    the same of what a stream does for it
+            collective  node/collectives.py      the node has done its part of a collective
+            function    node/executor.py         a function of the user's has ended
+                        node/streams/scheduler.py  the same on a stream
+            graph       node/graphs/graphs.py    a graph has been replayed
+    both    transferred channel/counted.py       a transfer has ended
 
 The code at a point looks whether the point has listeners, and makes the event only then. A look is three or four
-opcodes, per message and never per command: tests/transport/test_opcodes.py counts them, and what a listener costs.
-While somebody listens to ``commands``, a node applies each as a batch of its own.
+opcodes, per message, transfer or function, and never per command: tests/transport/test_opcodes.py counts them, and what
+a listener costs. The two points that are told of each command are switched: while somebody listens to ``commands`` a
+node applies each as a batch of its own, and while somebody listens to ``issued`` the queues that issuing threads append
+to are others, which tell of it.
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
-``lost`` with the link's lock held. It must neither wait nor use tensors. Listeners come and go at any time; who adds or
-removes one with that lock held gets no event of before, misses none, and gets none of after. ``listeners`` is
-replaced, never changed, so that a look takes no lock.
+``lost`` with the link's lock held, of ``transferred`` perhaps in the channel's own thread, which no transfer passes
+meanwhile. It must neither wait nor use tensors. Listeners come and go at any time; who adds or removes one with that
+lock held gets no event of before, misses none, and gets none of after. ``listeners`` is replaced, never changed, so
+that a look takes no lock.
+
+The times of an event are those of its own end's clock. On a CUDA device a command, a collective and a graph have ended
+when their work is the device's, which may go on with it.
 
 A listener that raises is removed, and a warning names it: what it observes goes on.
 """
@@ -33,6 +46,7 @@ from .clock import CLOCK, Clock
 _log = logging.getLogger("disttensor")
 
 E = TypeVar("E")
+T = TypeVar("T")
 
 
 class MessageSent(NamedTuple):
@@ -83,14 +97,92 @@ class BatchApplied(NamedTuple):
     bytes: int  #: of the message
 
 
-class CommandApplied(NamedTuple):
-    """A command that a node has applied, or has given to a stream."""
+class CommandIssued(NamedTuple):
+    """A command that a line of the script has issued. It has its number when it leaves (``MessageSent``)."""
+
+    at: float
+    nodes: tuple[int, ...]  #: those that are to apply it
+    stream: str  #: "" is the default one
+    command: Any
+    site: tuple[CodeType, int] | None  #: where it was issued
+
+
+class CommandBegun(NamedTuple):
+    """A command that a node, or one of its streams, begins with."""
+
+    at: float
+    node: int
+    stream: str  #: "" is the thread that receives, which gives a stream what it has to do
+    number: int
+    what: str  #: such as the operator's name
+    command: Any  #: such as a Call of an operator; None on a stream
+
+
+class CommandDone(NamedTuple):
+    """A command that a node has applied, has given to a stream, or that a stream has done."""
 
     at: float
     began: float
     node: int
+    stream: str
     number: int
-    command: Any  #: such as a Call of an operator, the Run of a function, a Collective, a graph's Replay
+    what: str
+    command: Any
+
+
+class CollectiveDone(NamedTuple):
+    """The part of a node in a collective, which has ended, well or not."""
+
+    at: float
+    began: float
+    node: int
+    stream: str
+    number: int
+    what: str  #: its kind, such as "all_reduce"
+    algorithm: str  #: "" where none was named
+    ranks: tuple[int, ...]
+    bytes: int  #: of the node's inputs and outputs
+    failed: bool
+
+
+class FunctionDone(NamedTuple):
+    """A function of the user's that has ended on a node, well or not."""
+
+    at: float
+    began: float
+    node: int
+    stream: str
+    number: int
+    what: str  #: its name
+    request: int
+    failed: bool
+
+
+class GraphReplayed(NamedTuple):
+    """A replay of a graph that has ended on a node, well or not."""
+
+    at: float
+    began: float
+    node: int
+    stream: str
+    number: int
+    graph: int
+    steps: int  #: segments of operators, transfers and the like
+    failed: bool
+
+
+class TransferDone(NamedTuple):
+    """A transfer of this end's that has ended, well or not."""
+
+    at: float
+    began: float
+    node: int  #: -1 is the script
+    peer: int  #: -1 is the script, -2 the group of a collective that the channel does itself
+    sent: bool  #: or received
+    transfer: int  #: its number
+    bytes: int
+    channel: str  #: the channel's name
+    use: str  #: "transfers" or "collectives"
 
 
 class Point(Generic[E]):
@@ -132,7 +224,7 @@ class Point(Generic[E]):
         finally:
             self.remove(listener)
 
-    def tell(self, event: E) -> None:
+    def notify(self, event: E) -> None:
         """Calls the listeners. Raises nothing of theirs."""
         for listener in self.listeners:
             try:
@@ -145,30 +237,86 @@ class Point(Generic[E]):
                 )
 
 
-class ScriptSeam:
+class SwitchedPoint(Point[E]):
+    """A point of which the code knows whether it has listeners: it calls ``switch`` whenever that may have changed."""
+
+    __slots__ = ("switch",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.switch: Callable[[], object] = _nothing
+
+    def add(self, listener: Callable[[E], object]) -> None:
+        super().add(listener)
+        self.switch()  # past the lock of the point: it may take the link's
+
+    def remove(self, listener: Callable[[E], object]) -> None:
+        super().remove(listener)
+        self.switch()
+
+
+def _nothing() -> None:
+    """Does nothing: nobody has to know."""
+
+
+class Seam:
+    """The points that both ends have."""
+
+    __slots__ = ("clock", "node", "transferred")
+
+    def __init__(self, node: int = -1, clock: Clock = CLOCK) -> None:
+        self.node = node  #: this end's number; the script is -1
+        self.clock = clock
+        self.transferred = Point[TransferDone]("transferred")
+
+    def points(self) -> dict[str, Point[Any]]:
+        """Returns the points by name."""
+        names = (name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ()))
+        found = {name: getattr(self, name) for name in names}
+        return {name: found[name] for name in sorted(found) if isinstance(found[name], Point)}
+
+    def forked(self) -> None:
+        """Forgets all listeners, in a forked child."""
+        for point in self.points().values():
+            point.forked()
+
+    def notify_end_of(self, point: Point[E], event: Callable[..., E], call: Callable[[], T], *fields: object) -> T:
+        """Returns what ``call()`` returns, and tells the listeners of its end. Raises what it raises.
+
+        The fields are those between the event's node and whether it has failed.
+        """
+        began, failed = self.clock.now(), True
+        try:
+            result = call()
+            failed = False
+        finally:
+            point.notify(event(self.clock.now(), began, self.node, *fields, failed))
+        return result
+
+
+class ScriptSeam(Seam):
     """The points of the script's end."""
 
-    __slots__ = ("clock", "lost", "reported", "sent", "waited")
+    __slots__ = ("issued", "lost", "reported", "sent", "waited")
 
     def __init__(self, clock: Clock = CLOCK) -> None:
-        self.clock = clock
+        super().__init__(clock=clock)
+        self.issued = SwitchedPoint[CommandIssued]("issued")
         self.sent = Point[MessageSent]("sent")
         self.reported = Point[ReportTaken]("reported")
         self.waited = Point[WaitEnded]("waited")
         self.lost = Point[NodeGone]("lost")
 
-    def forked(self) -> None:
-        """Forgets all listeners, in a forked child."""
-        for point in (self.sent, self.reported, self.waited, self.lost):
-            point.forked()
 
-
-class NodeSeam:
+class NodeSeam(Seam):
     """The points of a node's end."""
 
-    __slots__ = ("applied", "clock", "commands")
+    __slots__ = ("applied", "collective", "commands", "function", "graph")
 
-    def __init__(self, clock: Clock = CLOCK) -> None:
-        self.clock = clock
+    def __init__(self, node: int, clock: Clock = CLOCK) -> None:
+        super().__init__(node, clock)
         self.applied = Point[BatchApplied]("applied")
-        self.commands = Point[CommandApplied]("commands")
+        self.commands = Point[CommandBegun | CommandDone]("commands")
+        self.collective = Point[CollectiveDone]("collective")
+        self.function = Point[FunctionDone]("function")
+        self.graph = Point[GraphReplayed]("graph")

@@ -67,7 +67,7 @@ class Page:
         """Makes a page that a child, forked after this, shares with this process."""
         return cls(mmap.mmap(-1, mmap.PAGESIZE))
 
-    def begin(self, seq: int, kind: int) -> None:
+    def begin_command(self, seq: int, kind: int) -> None:
         """Notes that the node is at command ``seq``, and what it does there."""
         now = _now()
         if self._kind in _OWN:
@@ -83,11 +83,11 @@ class Page:
     def function(self, seq: int) -> Iterator[None]:
         """Notes, inside of a ``with`` block, that the node runs the function of command ``seq``: so it can be told in
         which one it has ended, however that was."""
-        self.begin(seq, FUNCTION)
+        self.begin_command(seq, FUNCTION)
         try:
             yield
         finally:
-            self.begin(seq, COMMANDS)
+            self.begin_command(seq, COMMANDS)
 
     @contextlib.contextmanager
     def function_beside(self, seq: int) -> Iterator[None]:
@@ -137,7 +137,7 @@ class Page:
         return seq, kind, peer, now - since if since and kind else 0.0, now - alive if alive else 0.0
 
     @property
-    def began(self) -> bool:
+    def has_begun(self) -> bool:
         """True once the node has written: before that it heeds no signal."""
         return bool(_ALIVE.unpack_from(self._memory, _ALIVE_AT)[0])
 

@@ -38,6 +38,10 @@ SIGNALS = (
 
 #: Seconds after which a signal whose exception was swallowed arrives again.
 _AGAIN = 0.02
+#: Seconds that a user's thread waits in the kernel at a time. A signal that comes between Python's last look for
+#: signals and the kernel's wait is noted, and does not end that wait; a thread other than the main one gets an
+#: interrupt between two of the interpreter's instructions, and none runs while it waits.
+LOOK = 0.05
 
 #: Invariant 11: no handler of a signal runs in a function whose code is in here, or in what it calls.
 _uninterrupted: set[CodeType] = set()
@@ -59,6 +63,20 @@ def _inside(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def wait_in_looks(wait: Callable[[float], object], over: Callable[[], bool], timeout: float | None = None) -> bool:
+    """Waits in steps that an interrupt can end, until something is ``over``, or for ``timeout`` seconds.
+
+    ``wait`` waits for it, so many seconds at most. Returns whether it is over.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while not over():
+        left = LOOK if deadline is None else min(LOOK, deadline - time.monotonic())
+        if left <= 0:
+            return over()
+        wait(left)
+    return True
 
 
 class Interrupts:
@@ -92,17 +110,23 @@ class Interrupts:
         """Runs the handlers of the noted signals, unless a marked function is among the callers: a safe point."""
         frame = sys._getframe(1)
         while self.pending and _ident() == _MAIN and not _inside(frame):
-            number, handler = self.pending.pop(0)
-            handler(number, frame)
+            noted = self._take_signal()
+            if noted is not None:
+                number, handler = noted
+                handler(number, frame)
 
     def remind(self) -> None:
         """Has a noted signal arrive again, in case no safe point follows. Called by another thread now and then."""
+        noted = self._take_signal()
+        if noted is not None and callable(getsignal(noted[0])) and _MAIN is not None:
+            signal.pthread_kill(_MAIN, noted[0])
+
+    def _take_signal(self) -> tuple[int, Callable[..., Any]] | None:
+        """Takes the first noted signal with its handler; None where another thread has taken the last one."""
         try:
-            number, _ = self.pending.pop(0)
+            return self.pending.pop(0)
         except IndexError:
-            return
-        if callable(getsignal(number)) and _MAIN is not None:
-            signal.pthread_kill(_MAIN, number)
+            return None
 
     def _soon(self) -> None:
         time.sleep(_AGAIN)

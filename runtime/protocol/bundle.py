@@ -18,7 +18,7 @@ from .framing import PREFIX, length, prefixed
 S = TypeVar("S", bound=msgspec.Struct)
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 19
+PROTOCOL = 22
 
 #: Seconds without an answer of another host's kernel after which it is gone for a node: the master's, where nothing
 #: else tells, and that of a peer's data channel. Those of host/silence.py, for bundles that say nothing else.
@@ -48,6 +48,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_network: bool = False
     checksum: bool = False
     nodes: int = 1  #: how many nodes the session begins with
+    first: int = 0  #: the number of the first command: more than 0 for a worker in the place of a lost one
     local_rank: int = 0  #: the node's number among the nodes of its host
     local_size: int = 1  #: the number of nodes on its host
     simulate_cuda: int = 0  #: how many CUDA devices to simulate in CPU memory
@@ -82,14 +83,14 @@ def as_name(text: str) -> str:
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
-def told(message: S) -> S:
+def names_as_text(message: S) -> S:
     """Returns a message that has names of the system's anywhere, such as a launch spec, with all texts as ``as_text``
-    has them, so that it crosses a wire. ``understood`` is the way back."""
+    has them, so that it crosses a wire. ``names_from_text`` is the way back."""
     return _texts(message, as_text)
 
 
-def understood(message: S) -> S:
-    """Returns the message that ``told`` was given. Raises ValueError for what it never gives."""
+def names_from_text(message: S) -> S:
+    """Returns the message that ``names_as_text`` was given. Raises ValueError for what it never gives."""
     return _texts(message, as_name)
 
 

@@ -19,6 +19,7 @@ from .arguments import Addresses
 from .dtypes import DTYPES, IDS, NAMES
 from .errors import ProtocolError
 from .framing import Decoder
+from .rank_lists import ranks_of
 
 #: A message is at most this long; the socket factory cuts longer ones off.
 MAX_MESSAGE = 1 << 20
@@ -320,7 +321,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
 
 def check_world(world: c.World, rank: int) -> None:
     """Refuses a process group that a node is not in, or whose ranks don't form its mesh. Raises ProtocolError."""
-    ranks, mesh = world.ranks, world.mesh
+    ranks, mesh = ranks_of(world.ranks), world.mesh
     if rank not in ranks or len(set(ranks)) < len(ranks):
         raise ProtocolError(f"a process group of the nodes {ranks!s:.200}, each once, can't have node {rank} as a rank")
     if mesh is None:

@@ -106,11 +106,20 @@ class MeshDims(Message, frozen=True):
     device: str  #: torch's type of the device that tensors of the mesh are on: "cpu" or "cuda"
 
 
+class RankList(Message, frozen=True):
+    """Ranks of nodes, in order (rank_lists.py): ``starts``; for the first count and step, in place of each so many,
+    from it on by steps; for the next ones, in place of each of these, and so on."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
 class World(Message, frozen=True):
     """Nodes with a process group of torch.distributed's, in the order of its ranks."""
 
     number: int  #: counts the process groups of a session
-    ranks: tuple[int, ...]
+    ranks: RankList
     channel: int  #: the number of the data channel by which they find each other
     backend: str  #: torch's name of the process group's backend
     mesh: MeshDims | None = None  #: the mesh that the function sees its ranks as
@@ -256,6 +265,14 @@ class Lost(Message, frozen=True, tag=25):
     why: str
 
 
+class Again(Message, frozen=True, tag=76):
+    """Tells that another worker has come in the place of a lost node: a peer, or the one that is told."""
+
+    rank: int
+    incarnation: int  #: how many workers there were before it
+    before: int  #: the ref below which a tensor that the node does not have is gone with the loss
+
+
 class Default(Message, frozen=True, tag=27):
     """Tells the master's default dtype (torch.set_default_dtype), from now on."""
 
@@ -334,18 +351,19 @@ class Join(Message, frozen=True, tag=38):
 class Collective(Message, frozen=True, tag=60):
     """Takes part in a collective of ``ranks``; all of them are told the same ``kind``, ``transfer`` and options.
 
-    ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the root's place in
-    ``ranks``; of a shift, its distance. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``: the
-    number of each rank's host, if hosts matter. ``done``: a transfer to the master that tells of the end, 0 for none;
-    with one, later commands need not wait. ``channel``: the number of the data channel. ``shares``, where not every
-    rank has one tensor: the number of each rank's tensors; in an all_gather into one tensor, of its elements.
-    ``groups``: several lists of ranks, in place of ``ranks``, of which each does the collective by itself: a node takes
-    part in the one that it is in.
+    ``sizes``: of the groups that ``ranks`` has one after the other, each of which does the collective by itself; one
+    number is the size of each, and no number says that all are one group. A node takes part in the one that it is in.
+    ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the root's place in the
+    group; of a shift, its distance. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``: the
+    number of each rank's host, in the place of a rank, if hosts matter. ``done``: a transfer to the master that tells
+    of the end, 0 for none; with one, later commands need not wait. ``channel``: the number of the data channel.
+    ``shares``, where not every rank has one tensor: the number of each rank's tensors; in an all_gather into one
+    tensor, of its elements.
     """
 
     kind: str
     transfer: int
-    ranks: tuple[int, ...]
+    ranks: RankList
     inputs: tuple[int, ...]
     outs: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -356,11 +374,11 @@ class Collective(Message, frozen=True, tag=60):
     base: int
     chunk: int
     carry: int
-    hosts: tuple[int, ...]
+    hosts: RankList
     done: int
     channel: int = 0
     shares: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 class GraphPart(Message, frozen=True, tag=50):
@@ -453,6 +471,7 @@ Command: TypeAlias = (
     | Usable
     | Peer
     | Lost
+    | Again
     | Default
     | Switch
     | MakeStream
@@ -620,6 +639,8 @@ class Failed(Message, frozen=True, tag=44):
     lost: int = -1  #: the peer by whose loss it failed, if that is known; else -1
     holdings: Holdings | None = None  #: what the node held, where it failed for want of memory
     value: bytes = b""  #: the exception, if it is none of Python's own, as an encoded value (protocol/values)
+    #: of ``lost``: which worker in its place, where what the command has used was gone with an earlier one; else -1
+    incarnation: int = -1
 
 
 class Warned(Message, frozen=True, tag=74):

@@ -23,8 +23,11 @@ Mistakes of the user's (shapes, dtypes, operands on two nodes) are the types tha
 
 from __future__ import annotations
 
-#: What msgspec and json raise for bytes that are not what they should be. UnicodeDecodeError, for text that is not
-#: UTF-8, is a ValueError as msgspec's own errors are, and not one of these; RecursionError is for what is too deep.
+from typing import Any
+
+#: What msgspec and json raise for bytes that are not what they should be. For text that is not
+#: UTF-8 msgspec raises UnicodeDecodeError up to 0.22, which is a ValueError as its own errors are and not one of these,
+#: and DecodeError from 0.23 on; RecursionError is for what is too deep.
 UNDECODABLE = (ValueError, RecursionError)
 
 
@@ -41,7 +44,8 @@ class NodeLost(DisttensorError):
 
     Attributes: ``rank``, ``host``, ``pid``, ``cause`` (one line), ``tail`` (its last output lines) and ``commands``:
     the last ones that it was sent, ten at most, each with its number, place, operator and line of the program. Those
-    that are known to be done end with "(done)"; of the others it may have done some.
+    that are known to be done end with "(done)"; of the others it may have done some. ``incarnation``: how many workers
+    had been in the node's place before the one that is lost.
     """
 
     def __init__(
@@ -52,10 +56,12 @@ class NodeLost(DisttensorError):
         cause: str = "",
         tail: tuple[str, ...] = (),
         commands: tuple[str, ...] = (),
+        incarnation: int = 0,
     ) -> None:
         self.rank, self.host, self.pid, self.cause, self.tail = rank, host, pid, cause, tail
-        self.commands = commands
-        text = f"node {rank} (host {host}, pid {pid}) is lost: {cause or 'cause unknown'}"
+        self.commands, self.incarnation = commands, incarnation
+        which = f", incarnation {incarnation}" if incarnation else ""
+        text = f"node {rank} (host {host}, pid {pid}{which}) is lost: {cause or 'cause unknown'}"
         text += "; what it held is gone, other nodes stay usable"
         if tail:
             text += f"\n{LAST_OUTPUT}\n" + "\n".join(f"  {line}" for line in tail)
@@ -63,12 +69,27 @@ class NodeLost(DisttensorError):
             text += f"\n{LAST_COMMANDS}\n" + "\n".join(f"  {line}" for line in commands)
         super().__init__(text)
 
-    def again(self) -> NodeLost:
+    @classmethod
+    def told_by_script(cls, rank: int, cause: str) -> NodeLost:
+        """Returns the error of a loss of which the script has told this node: one that has no other rank than a node's,
+        as an error that a user's function makes may have."""
+        error = cls(rank, cause=cause)
+        error._by_the_script = True
+        return error
+
+    #: whether the script has told of the loss, in an answer
+    _by_the_script = False
+
+    def fresh_copy(self) -> NodeLost:
         """Returns a fresh exception to raise: each raise has a traceback of its own."""
-        return NodeLost(self.rank, self.host, self.pid, self.cause, self.tail, self.commands)
+        return NodeLost(*self._fields)
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.rank, self.host, self.pid, self.cause, self.tail, self.commands, self.incarnation
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.rank, self.host, self.pid, self.cause, self.tail, self.commands)
+        return type(self), self._fields
 
 
 class RemoteError(DisttensorError):

@@ -34,16 +34,19 @@ def job_id() -> str:
     return secrets.token_hex(8)
 
 
-def pair_key(secret: bytes, job: str, a: int, b: int) -> bytes:
+def pair_key(secret: bytes, job: str, a: int, b: int, incarnations: tuple[int, int] = (0, 0)) -> bytes:
     """Returns the 32-byte key by which the peers ``a`` and ``b`` of ``job`` prove themselves to each other.
 
     The key is HKDF-SHA256 (RFC 5869), and is the same for (a, b) and (b, a). -1 stands for the master.
+    ``incarnations``: of ``a`` and of ``b``, how many workers were in its place before: each has a key of its own.
     Raises ValueError for a secret that is not 32 bytes long.
     """
     if len(secret) != 32:
         raise ValueError(f"a job's secret has 32 bytes, this one has {len(secret)}: make it with job_secret()")
-    low, high = sorted((a, b))
+    (low, first), (high, second) = sorted(zip((a, b), incarnations, strict=True))
     # Fixed-width ranks: (1, 23) and (12, 3) must not become the same text.
     info = b"disttensor pair" + low.to_bytes(8, "big", signed=True) + high.to_bytes(8, "big", signed=True)
+    if first or second:
+        info += b" again" + first.to_bytes(8, "big") + second.to_bytes(8, "big")
     extracted = hmac.digest(job.encode(), secret, hashlib.sha256)
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)

@@ -1,13 +1,13 @@
 """Words of the side channel, the second connection of a node, by which it can be told something whatever it is at.
 
 Commands wait for those before them; a word does not. So a word is never about what has to be told in its turn: it ends
-waiting that is in vain, and changes nothing else.
+waiting that is in vain, or concerns what observers see, and changes nothing else. A node answers Gather and Describe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -16,10 +16,14 @@ from .framing import Decoder
 
 
 class Gone(Message, frozen=True, tag=1):
-    """A peer is lost: what it has not sent by now does not come. The command Lost says so in its turn, too."""
+    """A peer is lost: what it has not sent by now does not come. The command Lost says so in its turn, too.
+
+    A word about a worker in whose place another one has come, which Again has told, is late.
+    """
 
     rank: int
     why: str
+    incarnation: int = 0
 
 
 class Cancel(Message, frozen=True, tag=2):
@@ -28,9 +32,98 @@ class Cancel(Message, frozen=True, tag=2):
     request: int
 
 
+#: The points of a node's seam (process/observing.py).
+Point: TypeAlias = Literal["applied", "collective", "commands", "function", "graph", "transferred"]
+POINTS: tuple[Point, ...] = get_args(Point)
+
+
+class Watch(Message, frozen=True, tag=3):
+    """Observers note what happens at these points from now on, and at no others."""
+
+    points: tuple[Point, ...]
+    room: int  #: the most events that the node keeps: the last ones
+
+
+class Gather(Message, frozen=True, tag=4):
+    """The node is to answer with what was noted, from event number ``first`` on; what was before has arrived."""
+
+    request: int
+    first: int
+
+
+class Describe(Message, frozen=True, tag=5):
+    """The node is to answer with what it has and what is under way there, as nobody else knows."""
+
+    request: int
+
+
 #: What the master tells a node. A breakpoint will be a word, too.
-Word: TypeAlias = Gone | Cancel
+Word: TypeAlias = Gone | Cancel | Watch | Gather | Describe
+
+
+class Noted(Message, frozen=True):
+    """An event that was noted. Times are by the node's clock; a field that an event has not says nothing."""
+
+    kind: str
+    at: float
+    began: float
+    stream: str = ""
+    number: int = -1  #: of its command
+    what: str = ""
+    transfer: int = -1
+    peer: int = -1
+    bytes: int = 0
+    failed: bool = False
+
+
+class Gathered(Message, frozen=True, tag=1):
+    """The events that were noted: the answer to a Gather."""
+
+    request: int
+    now: float  #: what time it is, by the node's clock
+    first: int  #: the number of the first event
+    events: tuple[Noted, ...]
+    more: bool  #: whether there are more than one message takes
+
+
+class DeviceTensors(Message, frozen=True):
+    """The tensors on one of a node's devices."""
+
+    device: str
+    tensors: int
+    bytes: int  #: of their memory, counted once where they share it
+
+
+class Moving(Message, frozen=True):
+    """The transfers with one peer in one direction, of which some are under way."""
+
+    channel: str
+    use: str  #: "transfers" or "collectives"
+    peer: int
+    sent: bool  #: or received
+    under_way: int  #: how many are
+    since: float  #: for how many seconds at least one has been
+    begun: int  #: how many there were in all
+    bytes: int  #: of all these
+    seconds: float  #: in which at least one was under way
+
+
+class Described(Message, frozen=True, tag=2):
+    """A node's description of itself, with what is under way there: the answer to a Describe."""
+
+    request: int
+    done: int  #: the number of the first command that it has not done
+    held: tuple[DeviceTensors, ...]
+    moving: tuple[Moving, ...]
+    building: int  #: how many programs are compiled, or wait for that
+    building_for: float  #: for how many seconds the one that is compiled has been
+
+
+#: What a node says.
+Answer: TypeAlias = Gathered | Described
 
 encode = msgspec.msgpack.Encoder().encode
 #: Decodes a word. Raises ProtocolError.
 decode: Callable[[bytes], Word] = Decoder[Word](Word, "a word").decode
+#: Decodes what a node says. Raises ProtocolError.
+decode_answer: Callable[[bytes], Answer] = Decoder[Answer](Answer, "an answer to a word").decode

@@ -139,6 +139,7 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Usable: Traits(answers=(c.Unusable,)),
     c.Peer: Traits(),
     c.Lost: Traits(),
+    c.Again: Traits(),
     c.Default: Traits(),
     c.Switch: Traits(recordable=True),
     c.MakeStream: Traits(),

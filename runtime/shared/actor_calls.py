@@ -82,7 +82,7 @@ class Reach(ObjectHandle):
 
         return refers
 
-    def given(self, handles: list[ActorHandle], parts: list[Any]) -> Any:
+    def resolve(self, handles: list[ActorHandle], parts: list[Any]) -> Any:
         """Returns what was told by ``has``: of handles the next one. Raises ValueError."""
         if parts[:1] != ["Actor"]:
             return self._referred(parts)
@@ -203,7 +203,7 @@ class Calling:
                 failed = s.decode_raised(answer.item.data)
                 raise Failure(about.node, about.host, about.pid, failed, self._site).exception()
             case s.LOST:
-                error = NodeLost(answer.count, cause=answer.why)
+                error = NodeLost.told_by_script(answer.count, answer.why)
                 error.add_note(f"  the actor {about.kind} was there; its calls have ended with it")
                 raise error
             case s.SHUT:
@@ -248,7 +248,7 @@ class Calling:
 
     def __del__(self) -> None:
         if (slot := self.__dict__.get("_slot")) is not None:
-            slot.drop()
+            slot.abandon()
 
     def __repr__(self) -> str:
         state = "done" if self.is_completed() else "under way"
@@ -267,15 +267,15 @@ class _Told(AnswerSlot):
     def fill(self, answer: ObjectAnswer) -> None:
         super().fill(answer)
         if self._dropped:
-            self._say()
+            self._log_unheard()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Notes that nobody will ask for the answer."""
         self._dropped = True
         if self.answer is not None:
-            self._say()
+            self._log_unheard()
 
-    def _say(self) -> None:
+    def _log_unheard(self) -> None:
         answer = self.answer
         if self.heard or answer is None or answer.said in (s.OK, s.ENDED):
             return
@@ -302,7 +302,7 @@ def _site() -> Site | None:
 # ---- what the script runs on nodes -----------------------------------------------------------------------------------
 
 
-def hold(number: int, found: ServiceRoute, about: About) -> torch.Tensor:
+def keep_handle(number: int, found: ServiceRoute, about: About) -> torch.Tensor:
     """Keeps a handle for functions of this node; returns its token (runtime/node/shared_objects.py)."""
     return shared_objects.keep(ActorHandle(Reach(number, found, about)))
 
@@ -355,7 +355,7 @@ def _do(
     def job() -> Item:
         if answer.why not in reach.about.methods:  # a node may ask for anything
             raise AttributeError(f"{actor.name} has no method {answer.why!r}")
-        args, kwargs = unpack(answer.item, partial(reach.given, handles))  # type: ignore[arg-type]
+        args, kwargs = unpack(answer.item, partial(reach.resolve, handles))  # type: ignore[arg-type]
         handles.clear()
         with actor.lock, torch.enable_grad():
             if inspect.iscoroutinefunction(getattr(actor.object, answer.why, None)):

@@ -84,7 +84,7 @@ class ActorState(Object):
                 wait.answer(ObjectAnswer(call, s.OK))
             case s.Retire():
                 wait.answer(ObjectAnswer(call, s.OK))
-                self.end(partial(ObjectAnswer, said=s.SHUT))
+                self.end_with(partial(ObjectAnswer, said=s.SHUT))
 
     def _invoke(self, wait: WaitingRequest, request: s.Invoke) -> None:
         named = self._named(request)
@@ -99,7 +99,7 @@ class ActorState(Object):
             for actor in named:
                 actor.hand(_CALLS)
             self.waits.append(wait)
-            self._give()
+            self._give_next_call()
 
     def _serve(self, wait: WaitingRequest, request: s.Serve) -> None:
         if self._running is not None and request.ended == self._running[0]:
@@ -113,9 +113,9 @@ class ActorState(Object):
             wait.answer(ObjectAnswer(request.call, s.REFUSED, why=f"the actor {self.name} is served already"))
         elif self.all.enqueue(wait):
             self._serving = wait
-            self._give()
+            self._give_next_call()
 
-    def _give(self) -> None:
+    def _give_next_call(self) -> None:
         """Gives the actor's node the next call, if both are there."""
         if self._serving is None or not self.waits:
             return
@@ -146,7 +146,7 @@ class ActorState(Object):
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def end(self, answer: Callable[[int], ObjectAnswer]) -> None:
+    def end_with(self, answer: Callable[[int], ObjectAnswer]) -> None:
         """Has every call be answered so from now on, but for the one that is being done."""
         if self._over is None:
             self._over = answer
@@ -157,12 +157,12 @@ class ActorState(Object):
 
     def fail(self, item: Item) -> None:
         """Ends an actor whose ``__init__`` has raised what an item tells."""
-        self.end(lambda call: ObjectAnswer(call, s.RAISED, self.number, item))
+        self.end_with(lambda call: ObjectAnswer(call, s.RAISED, self.number, item))
 
     def lost(self, rank: int, why: str) -> None:
         if rank == self.node:
             waiting, self._running = list(self.waiting()), None
-            self.end(lambda call: ObjectAnswer(call, s.LOST, count=rank, why=why))
+            self.end_with(lambda call: ObjectAnswer(call, s.LOST, count=rank, why=why))
             for wait in waiting:  # the one that was being done, too
                 self.all.finish(wait, ObjectAnswer(wait.request.call, s.LOST, count=rank, why=why))
 

@@ -84,7 +84,7 @@ class Local:
         """Has what ``notify_later`` gets be asked from now on."""
         with self._starting:
             if self._telling is None:
-                thread = threading.Thread(target=self._tell, name="disttensor-dropped", daemon=True)
+                thread = threading.Thread(target=self._send_later, name="disttensor-dropped", daemon=True)
                 thread.start()  # raises where the system has none for it: the next one tries again
                 self._telling = thread
 
@@ -92,7 +92,7 @@ class Local:
         """Ends the thread, if there is one."""
         self._later.put(None)
 
-    def _tell(self) -> None:
+    def _send_later(self) -> None:
         while (request := self._later.get()) is not None:
             self.notify(request)
 

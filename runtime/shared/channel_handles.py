@@ -31,7 +31,7 @@ class Queue(ObjectHandle):
         packed = pack(item, self._refers)
         block = block and timeout != 0
         ask = self._asking()
-        self._said(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
+        self._check_answer(ask.ask(s.Put(ask.number(), (self._number,), packed, block), timeout if block else None))
 
     def put_nowait(self, item: Any) -> None:
         """Puts an item in if there is room. Raises as ``put``."""
@@ -65,7 +65,7 @@ class Queue(ObjectHandle):
         """Lets nothing more in. What is in comes out first, unless ``immediate`` drops it; then readers are told by
         ShutDown. Wakes all who wait in vain. Closing twice is fine."""
         ask = self._asking()
-        self._said(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
+        self._check_answer(ask.ask(s.Close(ask.number(), (self._number,), immediate)))
 
     @property
     def closed(self) -> bool:

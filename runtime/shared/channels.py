@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .objects import OVERHEAD, Object, Objects, WaitingRequest
+from .objects import OVERHEAD, Object, ObjectFigures, Objects, WaitingRequest
 
 
 class ChannelState(Object):
     """A channel: first in, first out."""
 
     asked: ClassVar[tuple[type, ...]] = (s.Put, s.Take, s.Inspect, s.Close)
+    word = "Channel"
 
     def __init__(self, all: Objects, number: int, maxsize: int = 0) -> None:
         super().__init__(all, number)
@@ -44,7 +45,7 @@ class ChannelState(Object):
                 wait.size = wait.request.item.nbytes + OVERHEAD
                 self._put(wait, wait.request)
             case s.Take():
-                self._take(wait, found)
+                self._take_item(wait, found)
 
     def _put(self, wait: WaitingRequest, request: s.Put) -> None:
         call = request.call
@@ -68,12 +69,12 @@ class ChannelState(Object):
             self.putting.append(wait)
             self.answer_waiting()  # those before it may wait for what they have elsewhere, and there is room
 
-    def _take(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
+    def _take_item(self, wait: WaitingRequest, found: Sequence[ChannelState]) -> None:
         request = wait.request
         first = random.randrange(len(found)) if len(found) > 1 else 0  # select is fair
         for channel in (*found[first:], *found[:first]):
             if channel.items:
-                channel._give(wait)
+                channel._give_item(wait)
                 channel.answer_waiting()
                 return
         for channel in found:
@@ -94,6 +95,9 @@ class ChannelState(Object):
 
     def waiting(self) -> Iterable[WaitingRequest]:
         return (*self.taking, *self.putting)
+
+    def figures(self) -> ObjectFigures:
+        return ObjectFigures(len(self.items), sum(1 for _ in self.waiting()) - len(self.putting), len(self.putting))
 
     def remove_waiting(self, wait: WaitingRequest) -> None:
         queue = self.putting if isinstance(wait.request, s.Put) else self.taking
@@ -119,7 +123,7 @@ class ChannelState(Object):
             while self.taking and self.items:
                 wait = self.taking[0]
                 self.all.finish(wait, None)  # before the item is out: that may settle another channel where it waits
-                self._give(wait)
+                self._give_item(wait)
                 moved = True
         self._settle_ends()
 
@@ -141,7 +145,7 @@ class ChannelState(Object):
         (self.items.appendleft if first else self.items.append)(entry)
         self.all.keep(wait.party, wait.size)
 
-    def _give(self, wait: WaitingRequest) -> None:
+    def _give_item(self, wait: WaitingRequest) -> None:
         """Gives the next item to who takes it."""
         wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, self._pop()))
 

@@ -212,9 +212,9 @@ class ObjectHandle:
 
     def _state(self) -> ObjectAnswer:
         ask = self._asking()
-        return self._said(ask.ask(s.Inspect(ask.number(), (self._number,))))
+        return self._check_answer(ask.ask(s.Inspect(ask.number(), (self._number,))))
 
-    def _said(self, answer: ObjectAnswer) -> ObjectAnswer:
+    def _check_answer(self, answer: ObjectAnswer) -> ObjectAnswer:
         return checked(answer, repr(self))
 
 
@@ -240,7 +240,9 @@ def checked(answer: ObjectAnswer, what: str, referred: Callable[[list[Any]], Any
         case s.SHUT:
             raise ShutDown(f"{what}: closed")
         case s.LOST:
-            raise NodeLost(answer.count, cause=f"{answer.why}; {what} goes on, and may get nothing of that node's")
+            raise NodeLost.told_by_script(
+                answer.count, f"{answer.why}; {what} goes on, and may get nothing of that node's"
+            )
         case s.ENDED:
             raise DisttensorError(f"{what}: {answer.why}")
         case s.DROPPED:

@@ -59,7 +59,7 @@ class Lock(ObjectHandle):
         key = ask, self._number
         had = key in holder
         if not had:
-            holder.at_end(key, partial(self._ended, ask, holder))
+            holder.at_end(key, partial(self._release_at_end, ask, holder))
         wait, forever = blocking and timeout != 0, timeout == -1
         request = s.Acquire(ask.number(), (self._number,), holder.number, who(holder), wait, forever)
         answer = ask.ask(request, None if forever or not wait else timeout)
@@ -67,16 +67,16 @@ class Lock(ObjectHandle):
             self.abandoned = answer.why or None
             return True
         if not had:
-            holder.forget(key)
+            holder.cancel_at_end(key)
         if answer.said != s.EMPTY:
-            self._said(answer)
+            self._check_answer(answer)
         return False
 
     def release(self) -> None:
         """Releases the lock. Raises DisttensorError, a RuntimeError, where the caller does not have it."""
         ask, holder = self._asking(), holders.current()
-        self._said(ask.ask(s.Release(ask.number(), (self._number,), holder.number)))
-        holder.forget((ask, self._number))
+        self._check_answer(ask.ask(s.Release(ask.number(), (self._number,), holder.number)))
+        holder.cancel_at_end((ask, self._number))
 
     def locked(self) -> bool:
         """Returns whether somebody has it now."""
@@ -88,7 +88,7 @@ class Lock(ObjectHandle):
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
+    def _release_at_end(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
         request = s.Release(ask.number(), (self._number,), holder.number, ended=True)
         tell_end(ask, holder, request)
 
@@ -162,18 +162,18 @@ class Barrier(ObjectHandle):
             raise
         if answer.said == s.BROKEN:
             raise threading.BrokenBarrierError(f"{self!r} is broken: {answer.why}")
-        return self._said(answer).count
+        return self._check_answer(answer).count
 
     def abort(self) -> None:
         """Breaks the barrier: all who wait raise, and whoever comes."""
         ask = self._asking()
         abort = s.Abort(ask.number(), (self._number,), who(holders.current()), "has called abort()")
-        self._said(ask.ask(abort))
+        self._check_answer(ask.ask(abort))
 
     def reset(self) -> None:
         """Makes it as new; those who wait raise."""
         ask = self._asking()
-        self._said(ask.ask(s.Reset(ask.number(), (self._number,))))
+        self._check_answer(ask.ask(s.Reset(ask.number(), (self._number,))))
 
     @property
     def n_waiting(self) -> int:

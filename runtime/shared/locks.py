@@ -20,6 +20,7 @@ class LockState(Object):
     """A lock: one has it, the others wait in order."""
 
     asked = (s.Acquire, s.Release, s.Inspect)
+    word = "Lock"
 
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
@@ -34,7 +35,7 @@ class LockState(Object):
                 wait.answer(ObjectAnswer(call, s.OK, count=len(self.waits), closed=self.holder is not None))
             case s.Acquire(holder=holder) as request:
                 if self.holder is None:
-                    self._give(wait)
+                    self._grant(wait)
                 elif not request.wait:
                     wait.answer(ObjectAnswer(call, s.EMPTY))
                 elif request.forever and self.holder == (party, holder):
@@ -65,7 +66,7 @@ class LockState(Object):
     def lost(self, rank: int, why: str) -> None:
         """Does nothing more: who waits gets the lock."""
 
-    def _give(self, wait: WaitingRequest) -> None:
+    def _grant(self, wait: WaitingRequest) -> None:
         request: s.Acquire = wait.request
         self.holder, self.who = (wait.party, request.holder), _named(request.who, wait.party)
         wait.answer(ObjectAnswer(request.call, s.OK, why=self.abandoned))
@@ -75,13 +76,14 @@ class LockState(Object):
         if self.waits:
             wait = self.waits[0]
             self.all.finish(wait, None)
-            self._give(wait)
+            self._grant(wait)
 
 
 class BarrierState(Object):
     """A barrier: all wait until so many have come."""
 
     asked = (s.Arrive, s.Passed, s.Abort, s.Reset, s.Inspect)
+    word = "Barrier"
 
     def __init__(self, all: Objects, number: int, parties: int, acts: bool) -> None:
         """``acts``: the last one to come has something to do before all go on."""

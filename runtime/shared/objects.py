@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..process.signals import uninterrupted
 from ..protocol import shared_objects as s
@@ -41,11 +41,21 @@ class WaitingRequest:
         self.over = False
 
 
+class ObjectFigures(NamedTuple):
+    """The figures of an object: its items, and who waits."""
+
+    items: int
+    taking: int  #: for an item, a turn, or the others
+    putting: int  #: for room
+
+
 class Object:
     """One object of all that are shared. Its methods are called under the lock of all."""
 
     #: The requests that this kind understands.
     asked: ClassVar[tuple[type, ...]] = ()
+    #: What its handle's class is called; "" for what is a part of another one.
+    word: ClassVar[str] = ""
 
     def __init__(self, all: Objects, number: int) -> None:
         self.all, self.number = all, number
@@ -67,6 +77,10 @@ class Object:
     def waiting(self) -> Iterable[WaitingRequest]:
         """Returns who waits here, in order."""
         return self.waits
+
+    def figures(self) -> ObjectFigures:
+        """Returns how many items it has, and how many wait for it and for room in it."""
+        return ObjectFigures(0, sum(1 for _ in self.waiting()), 0)
 
     def remove_waiting(self, wait: WaitingRequest) -> None:
         """Takes out who does not wait any more."""
@@ -125,6 +139,12 @@ class Objects:
             number = len(self._objects)
             self._objects[number] = kind(self, number)
             return number
+
+    @uninterrupted
+    def figures(self) -> list[tuple[int, str, ObjectFigures]]:
+        """Returns the number of each object that tasks have made, the name of its handle's class, and its figures."""
+        with self._lock:
+            return [(number, x.word, x.figures()) for number, x in self._objects.items() if x.word]
 
     @uninterrupted
     def share(self, number: int) -> None:

@@ -48,12 +48,16 @@ class _Peer:
 class Service:
     """The thread, and the hub, which it alone uses."""
 
-    def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str], None], clock: Clock = CLOCK) -> None:
-        """``lose`` declares a node lost, and says why: its connection has ended. The node may be lost, or ending,
-        already. It holds what it has until ``Objects.lost``."""
+    def __init__(self, hub: Hub, objects: Objects, lose: Callable[[int, str, int], None], clock: Clock = CLOCK) -> None:
+        """``lose`` declares a node lost, says why, as its connection has ended, and whose that was: the incarnation.
+        The node may be lost, or ending, already, and another worker in its place. It holds what it has until
+        ``Objects.lost``."""
         self._hub, self._objects, self._lose, self._clock = hub, objects, lose, clock
+        self._incarnations: dict[int, int] = {}  #: by node: that of the worker whose connection it has
         self._peers: dict[int, _Peer] = {}
         self._ready: deque[int] = deque()  #: nodes for which there are answers
+        #: workers in the places of lost nodes: rank, key, incarnation, and what is set when they may come
+        self._returning: deque[tuple[int, str, int, threading.Event]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="disttensor-service", daemon=True)
@@ -62,12 +66,32 @@ class Service:
     def __repr__(self) -> str:
         return f"<Service {self._hub!r} {self._objects!r}>"
 
-    def admit(self, keys: Mapping[int, str], known: set[int]) -> None:
-        """Lets in further nodes, by their public keys; ``known`` are in already."""
+    def admit(self, keys: Mapping[int, str], known: set[int], incarnation: Callable[[int], int]) -> None:
+        """Lets in further nodes, by their public keys; ``known`` are in already. ``incarnation``: that of a node."""
         for rank, key in list(keys.items()):
+            self._incarnations.setdefault(rank, incarnation(rank))
             if rank not in known:
                 known.add(rank)
                 self._hub.admit(rank, key)
+
+    def readmit(self, rank: int, key: str, incarnation: int) -> None:
+        """Lets in another worker in the place of a lost node, by its public key, unless it has been let in already.
+        Waits for this service's thread."""
+        if self._incarnations.get(rank) == incarnation:
+            return
+        done = threading.Event()
+        self._returning.append((rank, key, incarnation, done))
+        os.eventfd_write(self._wake, 1)
+        while not (done.wait(_LOOK) or self._closed):
+            pass
+
+    def _take_back(self) -> None:
+        while self._returning:
+            rank, key, incarnation, done = self._returning.popleft()
+            self._peers.pop(rank, None)
+            self._hub.readmit(rank, key)
+            self._incarnations[rank] = incarnation
+            done.set()
 
     def close(self) -> None:
         """Ends the thread, and the connections."""
@@ -94,13 +118,14 @@ class Service:
             self._clock.poll(poller, _LOOK)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
+            self._take_back()
             # until there is nothing more: a send may have consumed what makes the hub readable
             while self._turn() and not self._closed:
                 pass
             if self._clock.now() - looked >= _LOOK:
                 looked = self._clock.now()
                 for rank in self._hub.cut_deaf():
-                    self._drop(rank, _SILENT)
+                    self._drop_peer(rank, _SILENT)
                 self._hub.cut_endless()
 
     def _turn(self) -> bool:
@@ -108,12 +133,12 @@ class Service:
         messages = self._hub.drain()
         for rank, message in messages:
             try:
-                self._take(rank, message)
+                self._handle_message(rank, message)
             except ProtocolError as e:
-                self._drop(rank, f"broke the protocol of what the script holds for all: {e}")
+                self._drop_peer(rank, f"broke the protocol of what the script holds for all: {e}")
                 self._hub.cut(rank)
         for rank in self._hub.gone():
-            self._drop(rank, _ENDED)
+            self._drop_peer(rank, _ENDED)
         sent = False
         while self._ready:
             sent = True
@@ -122,7 +147,7 @@ class Service:
                 self._send(rank, peer)
         return bool(messages) or sent
 
-    def _take(self, rank: int, message: bytes) -> None:
+    def _handle_message(self, rank: int, message: bytes) -> None:
         peer = self._peers.setdefault(rank, _Peer())
         whole = peer.joining.add(message)
         if whole is None:
@@ -154,6 +179,6 @@ class Service:
                 peer.unread += len(piece) + _AROUND
                 self._hub.send(rank, piece)
 
-    def _drop(self, rank: int, why: str) -> None:
+    def _drop_peer(self, rank: int, why: str) -> None:
         self._peers.pop(rank, None)
-        self._lose(rank, why)
+        self._lose(rank, why, self._incarnations.get(rank, 0))

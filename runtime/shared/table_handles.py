@@ -138,7 +138,7 @@ class SharedDict(ObjectHandle, MutableMapping[Any, Any]):
         same, shown = _key(key) if do not in (s.POP_LAST, s.CLEAR) else (b"", b"")
         request = s.DictEntry(ask.number(), (self._number,), do, same, shown, item, version)
         answer = ask.ask(request, timeout)
-        return answer if answer.said in (s.EMPTY, s.FULL) else self._said(answer)
+        return answer if answer.said in (s.EMPTY, s.FULL) else self._check_answer(answer)
 
     def _value(self, answer: ObjectAnswer, key: Any) -> Any:
         if answer.item is None:
@@ -149,7 +149,7 @@ class SharedDict(ObjectHandle, MutableMapping[Any, Any]):
         after, over = 0, False
         while not over:
             ask = self._asking()
-            page = self._said(ask.ask(s.KeysPage(ask.number(), (self._number,), after, values)))
+            page = self._check_answer(ask.ask(s.KeysPage(ask.number(), (self._number,), after, values)))
             after, over = page.count, page.closed
             if values and len(page.items) != len(page.keys):
                 raise DisttensorError("a page of keys came without their values")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Item, ObjectAnswer
-from .objects import OVERHEAD, Object, Objects, WaitingRequest
+from .objects import OVERHEAD, Object, ObjectFigures, Objects, WaitingRequest
 
 #: The bytes of keys and values after which a page ends.
 PAGE = 1 << 20
@@ -30,12 +30,16 @@ class Table(Object):
     """A dictionary."""
 
     asked = (s.Inspect, s.DictEntry, s.KeysPage)
+    word = "SharedDict"
 
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
         self._entries: dict[bytes, _Entry] = {}
         self._numbers = count(1)  #: of places and of versions
         self._nbytes = 0
+
+    def figures(self) -> ObjectFigures:
+        return super().figures()._replace(items=len(self._entries))
 
     def ask(self, wait: WaitingRequest, found: Sequence[Any]) -> None:
         match wait.request:
@@ -57,7 +61,7 @@ class Table(Object):
                 if (entry.version if entry is not None else 0) == request.version:
                     self._set(wait, request)
                 else:  # with what is there now, so that nobody has to ask for it
-                    self._tell(wait, entry, s.FULL)
+                    self._answer_with(wait, entry, s.FULL)
             case s.HAS:
                 wait.answer(ObjectAnswer(call, s.OK if entry is not None else s.EMPTY))
             case s.POP if entry is not None:
@@ -67,14 +71,14 @@ class Table(Object):
             case s.CLEAR:
                 wait.answer(ObjectAnswer(call, s.OK))
                 for key in list(self._entries):
-                    self._drop(key)
+                    self._remove_entry(key)
             case s.WAIT if entry is None:
                 if not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
                     self.waits.append(wait)
             case _:  # to read it, or there is none
-                self._tell(wait, entry, s.OK if entry is not None else s.EMPTY)
+                self._answer_with(wait, entry, s.OK if entry is not None else s.EMPTY)
 
-    def _tell(self, wait: WaitingRequest, entry: _Entry | None, said: int) -> None:
+    def _answer_with(self, wait: WaitingRequest, entry: _Entry | None, said: int) -> None:
         item, version = (entry.item, entry.version) if entry is not None else (None, 0)
         wait.answer(ObjectAnswer(wait.request.call, said, self.number, item, version))
 
@@ -107,9 +111,9 @@ class Table(Object):
         entry = self._entries[key]
         keys = entry.shown, key  # with which who is interrupted puts it back
         wait.answer(ObjectAnswer(wait.request.call, s.OK, self.number, entry.item, entry.version, keys=keys))
-        self._drop(key)
+        self._remove_entry(key)
 
-    def _drop(self, key: bytes) -> None:
+    def _remove_entry(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self._nbytes -= entry.size
         self.all.let_go(entry.party, entry.size, self)

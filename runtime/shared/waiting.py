@@ -6,12 +6,9 @@ import threading
 import time
 from typing import Protocol
 
+from ..process.signals import LOOK
 from ..process.spelling import shown
 from ..protocol.shared_objects import Asking, ObjectAnswer
-
-#: Seconds between two looks of a thread for its interrupt: one that is not the main thread gets it between two of the
-#: interpreter's instructions, and none runs while it waits.
-LOOK = 0.05
 
 
 class AnswerSlot:
@@ -35,10 +32,9 @@ class AnswerSlot:
         """Returns the answer, or None after ``timeout`` seconds. Interruptible in every thread, except in one of
         disttensor's ``own``, which nobody interrupts."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        main = own_thread or threading.current_thread() is threading.main_thread()
         while self.answer is None:
             left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not main:
+            if not own_thread:
                 left = LOOK if left < 0 else min(left, LOOK)
             self._come.acquire(timeout=min(left, threading.TIMEOUT_MAX))
             if self.answer is None and deadline is not None and time.monotonic() >= deadline:

@@ -83,13 +83,13 @@ class WorkQueue(Queue):
         key = ask, self._number
         had = key in holder
         if not had:
-            holder.at_end(key, partial(self._ended, ask, holder))
+            holder.at_end(key, partial(self._return_at_end, ask, holder))
         request = s.Lease(ask.number(), (self._number,), holder.number, who(holder), block)
         try:
-            answer = self._said(ask.ask(request, timeout if block else None))
+            answer = self._check_answer(ask.ask(request, timeout if block else None))
         except Exception:  # after an interrupt its end asks once more: the script has heard of that before it is over
             if not had:
-                holder.forget(key)
+                holder.cancel_at_end(key)
             raise
         if answer.item is None:
             raise DisttensorError("an item came without a value")
@@ -104,9 +104,9 @@ class WorkQueue(Queue):
         answer = ask.ask(s.TaskDone(ask.number(), (self._number,), holder.number, packed))
         if answer.said == s.EMPTY:
             raise ValueError(f"{self!r}: task_done() called too many times; {who(holder)} has no item of it")
-        self._said(answer)
+        self._check_answer(answer)
         if not answer.left:
-            holder.forget((ask, self._number))
+            holder.cancel_at_end((ask, self._number))
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all that was put in is done, ``timeout`` seconds at most. Raises TimeoutError; Dropped for an
@@ -116,14 +116,14 @@ class WorkQueue(Queue):
         answer = ask.ask(s.JoinQueue(ask.number(), (self._number,)), timeout)
         if answer.said == s.EMPTY:
             raise TimeoutError(f"{self!r}: not all was done within {timeout} s")
-        self._said(answer)
+        self._check_answer(answer)
 
     @property
     def unfinished_tasks(self) -> int:
         """The number of items that are not done: those that are in, and those that are leased."""
         return self._state().left
 
-    def _said(self, answer: ObjectAnswer) -> ObjectAnswer:
+    def _check_answer(self, answer: ObjectAnswer) -> ObjectAnswer:
         return checked(answer, repr(self), partial(self._found, answer.trusted))
 
     def _refers(self, value: Any) -> list[Any] | None:
@@ -139,7 +139,7 @@ class WorkQueue(Queue):
             return function_of(told[0])
         return self._referred(told)
 
-    def _ended(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
+    def _return_at_end(self, ask: Caller, holder: Holder, error: BaseException | None) -> None:
         counted = error is None or (isinstance(error, Exception) and not isinstance(error, CancelledError))
         why = f"raised {type(error).__name__}" if error is not None else "ended without task_done()"
         request = s.Return(ask.number(), (self._number,), holder.number, counted=counted, why=printable(why[:WORDS]))

@@ -34,12 +34,14 @@ class WorkItem:
 class Answers(ChannelState):
     """The channel of what has come out of a queue of work. Who finds nothing in it is told what was given up."""
 
+    word = ""
+
     def __init__(self, all: Objects, number: int) -> None:
         super().__init__(all, number)
         self.work: WorkQueueState | None = None
 
     def news(self, call: int) -> ObjectAnswer | None:
-        return self.work.dropped(call) if self.work is not None else None
+        return self.work.loss_answer(call) if self.work is not None else None
 
     def lost(self, rank: int, why: str) -> None:
         if self.work is None or self.work.misses(rank):
@@ -50,6 +52,7 @@ class WorkQueueState(ChannelState):
     """A queue of work."""
 
     asked = (s.Put, s.Inspect, s.Close, s.Lease, s.TaskDone, s.Return, s.JoinQueue)
+    word = "WorkQueue"
 
     def __init__(self, all: Objects, number: int, maxsize: int, tries: int, answers: int) -> None:
         """``tries``: after how many an item is given up; ``answers``: the number of that channel."""
@@ -77,7 +80,7 @@ class WorkQueueState(ChannelState):
         match wait.request:
             case s.Lease() as request:
                 if self.items:
-                    self._give(wait)
+                    self._give_item(wait)
                     self.answer_waiting()
                 elif self._over:
                     wait.answer(ObjectAnswer(call, s.SHUT))
@@ -103,7 +106,7 @@ class WorkQueueState(ChannelState):
                     if not self.all.report_loss(wait, [self]) and self.all.enqueue(wait):
                         self._joining.append(wait)
                 else:
-                    wait.answer(self.dropped(call) or ObjectAnswer(call, s.OK))
+                    wait.answer(self.loss_answer(call) or ObjectAnswer(call, s.OK))
             case s.Put(back=True):
                 wait.answer(ObjectAnswer(call, s.REFUSED, why="what is put back into it was leased"))
             case _:
@@ -142,7 +145,7 @@ class WorkQueueState(ChannelState):
         if self.misses(rank):
             super().lost(rank, why)
 
-    def dropped(self, call: int) -> ObjectAnswer | None:
+    def loss_answer(self, call: int) -> ObjectAnswer | None:
         """Returns what says that an item was given up, if one was and nobody has been told."""
         if not self._given_up:
             return None
@@ -168,7 +171,7 @@ class WorkQueueState(ChannelState):
         self._makers.add(wait.party)
         self.all.keep(wait.party, wait.size)
 
-    def _give(self, wait: WaitingRequest) -> None:
+    def _give_item(self, wait: WaitingRequest) -> None:
         task, request = self.items.popleft(), wait.request
         self._workers.add(wait.party)
         for x in (self, self.answers):  # a loss of one that only worked: another does it now
@@ -243,7 +246,7 @@ class WorkQueueState(ChannelState):
         for waiting in (self.answers.taking, self._joining):
             while self._given_up and waiting and (waiting is not self._joining or not self._unfinished):
                 wait = waiting[0]
-                self.all.finish(wait, self.dropped(wait.request.call))
+                self.all.finish(wait, self.loss_answer(wait.request.call))
         if not self._unfinished:
             while self._joining:
                 self.all.finish(self._joining[0], ObjectAnswer(self._joining[0].request.call, s.OK))

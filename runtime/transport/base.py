@@ -47,6 +47,11 @@ class Hub(ABC):
         """Lets in one more node, the one with this public key (Z85; without meaning where nothing is encrypted)."""
 
     @abstractmethod
+    def readmit(self, rank: int, key: str) -> None:
+        """Lets in another worker in the place of node ``rank``, whose connection has ended, or ends now: nothing more
+        of it is given out, neither messages nor its end, and its key is good for nothing any more."""
+
+    @abstractmethod
     def cut(self, rank: int) -> None:
         """Breaks the connection with node ``rank`` as a failing network does; for tests.
 

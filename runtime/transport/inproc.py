@@ -49,7 +49,9 @@ class InprocHub(Hub):
             if self._closed:
                 raise ClosedError("the hub is closed")
             if rank in self._spokes:
-                raise ValueError(f"node {rank} has its spoke already; a lost node does not come back")
+                raise ValueError(
+                    f"node {rank} has its spoke already; another worker comes in its place after readmit()"
+                )
             spoke = self._spokes[rank] = InprocSpoke(self, rank)
         return spoke
 
@@ -91,6 +93,19 @@ class InprocHub(Hub):
             raise ValueError(f"node {rank} is not the next one after those that there are, 0 to {self._n - 1}")
         self._n += 1
 
+    def readmit(self, rank: int, key: str) -> None:
+        self.cut(rank)
+        with self._lock:
+            former = self._spokes.pop(rank, None)
+            self._connected.discard(rank)
+            self._gone = [gone for gone in self._gone if gone != rank]
+            if former is not None:
+                former.replaced = True
+                left = [each for each in self._inbox if each[0] != rank]
+                if self._inbox and not left:
+                    os.eventfd_read(self._event)
+                self._inbox = deque(left)
+
     def cut(self, rank: int) -> None:
         spoke = self._spokes.get(rank)
         if spoke is not None:
@@ -115,12 +130,14 @@ class InprocHub(Hub):
             self._closed = True
             os.close(self._event)
 
-    def _arrive(self, rank: int, message: bytes | None) -> bool:
+    def _arrive(self, spoke: InprocSpoke, message: bytes | None) -> bool:
         """Queues a spoke's message; returns False when the hub is closed."""
         with self._lock:
             if self._closed:
                 return False
-            self._inbox.append((rank, message))
+            if spoke.replaced:
+                return True
+            self._inbox.append((spoke.rank, message))
             os.eventfd_write(self._event, 1)
             return True
 
@@ -129,19 +146,20 @@ class InprocSpoke(Spoke):
     """A node's end; made by ``InprocHub.spoke``."""
 
     def __init__(self, hub: InprocHub, rank: int) -> None:
-        self._hub, self._rank = hub, rank
+        self._hub, self.rank = hub, rank
+        self.replaced = False  #: whether another worker has come in its place, so that nothing of it counts
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: one of the two ends was closed
         self._master_gone = False
         self.closed = False
 
     def __repr__(self) -> str:
-        return f"<InprocSpoke node={self._rank}{' closed' if self.closed else ''}>"
+        return f"<InprocSpoke node={self.rank}{' closed' if self.closed else ''}>"
 
     def recv(self, timeout: float | None = None) -> bytes | None:
         if self.closed:
-            raise ClosedError(f"node {self._rank} cannot receive: its own end is closed")
+            raise ClosedError(f"node {self.rank} cannot receive: its own end is closed")
         if self._master_gone:
-            raise ClosedError(f"node {self._rank} cannot receive: the master is gone")
+            raise ClosedError(f"node {self.rank} cannot receive: the master is gone")
         try:
             message = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -153,11 +171,11 @@ class InprocSpoke(Spoke):
 
     def send(self, message: bytes) -> None:
         if self.closed:
-            raise ClosedError(f"node {self._rank} cannot send: its own end is closed")
+            raise ClosedError(f"node {self.rank} cannot send: its own end is closed")
         if len(message) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(message)} bytes; at most {MAX_MESSAGE} fit: split it")
-        if not self._hub._arrive(self._rank, message):
-            raise ClosedError(f"node {self._rank} cannot send: the master is gone")
+        if not self._hub._arrive(self, message):
+            raise ClosedError(f"node {self.rank} cannot send: the master is gone")
 
     def put(self, message: bytes | None) -> None:
         """Queues a message of the hub."""
@@ -166,5 +184,5 @@ class InprocSpoke(Spoke):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._hub._arrive(self._rank, None)
+            self._hub._arrive(self, None)
             self._inbox.put(None)

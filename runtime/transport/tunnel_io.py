@@ -68,7 +68,7 @@ class End:
             out.append(b"D" + piece if piece else b"E")
         return out
 
-    def take(self, message: bytes) -> None:
+    def handle_message(self, message: bytes) -> None:
         """Handles a message of the other end. One that no other end sends is the end of the tunnel."""
         kind, rest = message[:1], message[1:]
         if self.over:
@@ -175,7 +175,7 @@ class TunnelPump:
                 except OSError:
                     self._send_end(peer)
                     continue
-            end.take(message)
+            end.handle_message(message)
             self._send(peer, end, end.write() + end.read())
         for peer in self._port.gone():
             if peer in self._ends:

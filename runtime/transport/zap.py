@@ -157,7 +157,7 @@ class ZapHandler:
                 try_often(connection)
             strange = self._is_strange(address)
         if strange:  # not by this thread: it holds the link's lock, for which a handler of the log may wait
-            threading.Thread(target=self._refusals.note, args=(address, _STRANGE), daemon=True).start()
+            threading.Thread(target=self._refusals.note_refusal, args=(address, _STRANGE), daemon=True).start()
         return True
 
     def let_back(self, rank: int) -> None:
@@ -165,6 +165,29 @@ class ZapHandler:
         with self._lock:
             self._taken.discard(rank)
             self._unanswered.pop(rank, None)
+
+    def readmit(self, rank: int, keys: Mapping[bytes, int]) -> None:
+        """Puts the key of another worker in the place of a rank's, whose connection is broken, and its end not told.
+
+        Raises ValueError for a key that is on the list already.
+        """
+        with self._lock:
+            if self._keys is not None:
+                if any(key in self._keys for key in keys):
+                    raise ValueError(f"another worker of node {rank} needs a key of its own")
+                self._keys = {key: of for key, of in self._keys.items() if of != rank} | dict(keys)
+            for descriptor in [d for d, watched in self._watched.items() if watched == rank]:
+                with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                del self._watched[descriptor]
+            self._taken.discard(rank)
+            self._unanswered.pop(rank, None)
+            if rank in self.leaving:
+                left = [leaving for leaving in self.leaving if leaving != rank]
+                self.leaving.clear()
+                self.leaving.extend(left)
+                if not left:
+                    os.eventfd_read(self.wake)
 
     def take_leaving(self) -> list[int]:
         """Takes the ranks whose connection has ended since the last call."""
@@ -251,13 +274,13 @@ class ZapHandler:
         try:
             while True:
                 poller.poll()
-                # The monitor first: a connection is in _open before its handshake can succeed, so before `watch`.
-                while monitor.getsockopt(_EVENTS) & _POLLIN:
-                    self._note(monitor.recv(0))
-                    monitor.recv(0)  # the endpoint, which nobody asks about
-                    came += 1
+                came += self._note_events(monitor)
                 while zap.getsockopt(_EVENTS) & _POLLIN:
-                    self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+                    request = self._zap.recv_multipart()
+                    # A connection is in _open before its handshake can succeed, so before `watch`: libzmq has told of
+                    # it before it asked, perhaps since the look above.
+                    came += self._note_events(monitor)
+                    self._zap.send_multipart(self._answer(request))
                 if (now := time.monotonic()) - since > 1:
                     came, since = 0, now
                 if came > _CROWD:
@@ -268,7 +291,16 @@ class ZapHandler:
             self._zap.close()
             self._monitor.close()
 
-    def _note(self, event: bytes) -> None:
+    def _note_events(self, monitor: sockets.RawCalls) -> int:
+        """Takes in what libzmq has told of connections; returns the number of events."""
+        came = 0
+        while monitor.getsockopt(_EVENTS) & _POLLIN:
+            self._note_event(monitor.recv(0))
+            monitor.recv(0)  # the endpoint, which nobody asks about
+            came += 1
+        return came
+
+    def _note_event(self, event: bytes) -> None:
         kind, descriptor = _EVENT.unpack(event)
         with self._lock:
             if kind == _ACCEPTED:
@@ -287,7 +319,7 @@ class ZapHandler:
             # One who hung up was hardly asked about, and a node of the same address may be about to be registered.
             strange = rank is None and not hung_up and self._is_strange(address)
         if strange:
-            self._refusals.note(address, _STRANGE)
+            self._refusals.note_refusal(address, _STRANGE)
 
     def _is_strange(self, address: str) -> bool:
         """Takes one connection off the account of those that were asked about, as it has ended or is registered now.
@@ -321,5 +353,5 @@ class ZapHandler:
             with self._lock:
                 self._let_in += 1  # before libzmq hears it
             return [version, number, b"200", b"OK", b"" if rank is None else b"%d" % rank, b""]
-        self._refusals.note(address, reason.decode() + ("" if rank is None else f" (node {rank}'s)"))
+        self._refusals.note_refusal(address, reason.decode() + ("" if rank is None else f" (node {rank}'s)"))
         return [version, number, b"400", reason, b"", b""]

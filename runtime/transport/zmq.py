@@ -81,6 +81,7 @@ class ZmqHub(Hub):
         self._routes: dict[int, bytes] = {}  # rank -> routing id, of live connections
         self._ranks: dict[bytes, int] = {}  # its inverse
         self._lost: set[int] = set()
+        self._former: set[bytes] = set()  # routing ids of connections in whose nodes' places others have come
         self._gone: list[int] = []
         self._leaving: list[int] = []  # nodes whose connections have ended, while messages of theirs may be left
         self._dropped = 0
@@ -148,7 +149,7 @@ class ZmqHub(Hub):
         if self._closed:
             raise ClosedError("cannot receive: the hub is closed")
         if self._zap_handler.leaving:
-            self._leaving += self._settle()
+            self._leaving += self._take_ended_ranks()
         out: list[tuple[int, bytes]] = []
         turns = TURN
         while self._get(_EVENTS) & _POLLIN:
@@ -192,6 +193,22 @@ class ZmqHub(Hub):
             self._plain[plain_name(rank)] = rank
         else:
             self._zap_handler.admit(_raw_keys({rank: key}))
+
+    def readmit(self, rank: int, key: str) -> None:
+        """Does what Hub.readmit says. Raises ValueError for a bad key, or another node's.
+
+        In plain text the routing id is the node's name: libzmq takes the new connection once the former one has ended.
+        """
+        keys = {} if self._plain is not None else _raw_keys({rank: key})
+        self._zap_handler.readmit(rank, keys)
+        route = self._routes.pop(rank, None)
+        if route is not None:
+            del self._ranks[route]
+            if self._plain is None:
+                self._former.add(route)
+        self._lost.discard(rank)
+        self._leaving = [leaving for leaving in self._leaving if leaving != rank]
+        self._gone = [gone for gone in self._gone if gone != rank]
 
     def cut(self, rank: int) -> None:
         self._zap_handler.cut(rank)
@@ -256,7 +273,7 @@ class ZmqHub(Hub):
 
     def _register(self, route: bytes, rank: int, frame: zmq.Frame) -> bool:
         """Ties ``rank`` to the connection of its first message, for good. False: the rank may not have it."""
-        if rank in self._routes or rank in self._lost or route in self._ranks:
+        if rank in self._routes or rank in self._lost or route in self._ranks or route in self._former:
             return False
         self._routes[rank] = route
         self._ranks[route] = rank
@@ -265,7 +282,7 @@ class ZmqHub(Hub):
             self._lose(rank)
         return True
 
-    def _settle(self) -> list[int]:
+    def _take_ended_ranks(self) -> list[int]:
         """Returns the ranks whose connections have ended, once all that they sent has reached this socket.
 
         The event of the end can overtake the last messages by microseconds. The pipe's end cannot, and a pipe that

@@ -45,7 +45,7 @@ def met(n: int) -> list[GlooChannel]:
             "disttensor.runtime.channel.gloo.channel._CONNECT_PAIR", LIMIT
         )  # all of them share the interpreter
         for carrier in carriers:
-            carrier._begin()
+            carrier._begin_group()
         for carrier in carriers:
             carrier.join(LIMIT)
             assert carrier.group is not None
@@ -92,7 +92,7 @@ def test_who_sends_comes_out_when_the_peer_is_forgotten():
     send = channels[0].isend(torch.zeros(LARGE), 0, 1)  # nobody receives it
     with pytest.raises(TimeoutError):
         send.wait(0.1)
-    channels[0].forget(0, "cut off")
+    channels[0].mark_lost(0, "cut off")
     with pytest.raises(BrokenError, match="cut off"):
         send.wait(LIMIT)
     for channel in channels:
@@ -106,7 +106,7 @@ def test_who_receives_comes_out_when_the_peer_is_forgotten(monkeypatch):
     channels[0].isend(torch.zeros(LARGE), 0, 1)
     with pytest.raises(TimeoutError):
         receive.wait(0.1)
-    channels[1].forget(-1, "cut off")
+    channels[1].mark_lost(-1, "cut off")
     with pytest.raises(BrokenError, match="cut off"):
         receive.wait(LIMIT)
     for channel in channels:
@@ -240,7 +240,7 @@ def test_a_rank_that_is_forgotten_breaks_the_collective_of_the_others(known, mon
     channels = joint(3)
     if known:
         outcomes(channels, [0, 1, 2], 1)
-    timer = threading.Timer(0.1, lambda: [channel.forget(2, "stopped") for channel in channels[:2]])
+    timer = threading.Timer(0.1, lambda: [channel.mark_lost(2, "stopped") for channel in channels[:2]])
     timer.start()
     found = []
 

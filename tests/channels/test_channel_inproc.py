@@ -39,7 +39,7 @@ def test_the_suite_finds_what_is_wrong(monkeypatch):
     """Each of these mistakes, the first of its kind that comes to mind, is caught by some check."""
 
     class Forgetful(InprocChannel):
-        def forget(self, peer, why):
+        def mark_lost(self, peer, why):
             pass
 
     class Deaf(InprocChannel):

@@ -186,7 +186,7 @@ def all_reduce(ranks, number):
 
 def test_a_rank_that_is_lost_breaks_the_others_who_go_on(channels):
     together(channels, all_reduce([0, 1, 2], 1))
-    timer = threading.Timer(0.1, lambda: [channel.forget(2, "stopped") for channel in channels[:2]])
+    timer = threading.Timer(0.1, lambda: [channel.mark_lost(2, "stopped") for channel in channels[:2]])
     timer.start()
     outcomes = together(channels, all_reduce([0, 1, 2], 2), [0, 1])
     timer.join()
@@ -225,7 +225,7 @@ def test_a_connection_of_nccls_that_breaks_ends_the_collective_on_all_ranks(chan
 
 def test_a_communicator_that_never_comes_to_be(channels):
     """A rank is lost before it has told what the others need."""
-    timer = threading.Timer(0.1, lambda: [channel.forget(0, "stopped") for channel in channels[1:]])
+    timer = threading.Timer(0.1, lambda: [channel.mark_lost(0, "stopped") for channel in channels[1:]])
     timer.start()
     outcomes = together(channels, all_reduce([0, 1, 2], 1), [1, 2])
     timer.join()
@@ -251,7 +251,7 @@ def test_auto_takes_it_for_each_group_whose_nodes_have_a_gpu_each(monkeypatch):
     with dt.init_master_worker(nodes=4, launcher="inproc", simulate_cuda=1):
         session = current.session()
         for node, gpu in zip(session.nodes, "abab", strict=True):
-            node.said_hello = msgspec.structs.replace(node.hello, gpus=(gpu,))
+            node.connection.hello = msgspec.structs.replace(node.hello, gpus=(gpu,))
         m = dt.mesh(dp=2, tp=2, device="cuda:0")
         for place in (m._place, *m._place.members):
             monkeypatch.setattr(place, "kernels", "cuda")
@@ -287,7 +287,7 @@ def test_auto_takes_it_for_each_group_whose_nodes_have_a_gpu_each(monkeypatch):
 def test_between_two_gpus():
     with dt.init_master_worker(nodes=2, backend="nccl"):
         local = [torch.randn(1 << 20) for _ in range(2)]
-        xs = [x.to(dt.device(k, f"cuda:{k}")) for k, x in enumerate(local)]
+        xs = [x.to(dt.device(k, "cuda:0")) for k, x in enumerate(local)]  # each node is bound to a GPU of its own
         dt.all_reduce(xs, algorithm="native")
         for x in xs:
             torch.testing.assert_close(x.cpu(), sum(local))

@@ -194,7 +194,7 @@ def test_without_memory_for_segments_everything_takes_the_connection(pair, monke
     def full(self, nbytes):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Segments, "take", full)
+    monkeypatch.setattr(Segments, "take_segment", full)
     assert torch.equal(move(pair, torch.arange(LARGE)), torch.arange(LARGE))
 
 
@@ -263,12 +263,12 @@ def test_what_is_no_segment_is_refused(tmp_path):
 def test_the_segment_of_somebody_else_is_refused_and_not_touched():
     """Pids and descriptors come again in other containers: what they name there is another process's."""
     ours, theirs = Segments(), Segments()
-    segment, other = ours.take(1000), theirs.take(1000)
+    segment, other = ours.take_segment(1000), theirs.take_segment(1000)
     pid, _, id, size = _DESCRIPTOR.unpack(segment.describe())
     for segments in (Mappings(), Mappings()):
         with pytest.raises(ProtocolError, match="another one"):
             segments.open(_DESCRIPTOR.pack(pid, other.fd, id, size), 1000)
-    theirs.take(500)
+    theirs.take_segment(500)
     assert other.fd >= 0, "its owner thinks that its receiver has mapped it"
     assert Mappings().open(other.describe(), 1000).nbytes == size
     for segments in (ours, theirs):
@@ -355,7 +355,7 @@ def test_who_sends_to_a_peer_that_does_not_receive_is_held_back(pair):
 def test_who_is_held_back_comes_out_when_the_peer_is_lost(pair):
     sends = [pair[0].isend(torch.zeros(AHEAD // 4), 0, i) for i in range(3)]
     sends[0].wait(LIMIT)
-    pair[0].forget(0, "as we say")
+    pair[0].mark_lost(0, "as we say")
     for send in sends[1:]:
         with pytest.raises(BrokenError, match="as we say"):
             send.wait(LIMIT)

@@ -9,7 +9,7 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -28,10 +28,12 @@ from disttensor.runtime.channel import ChannelContext, PeerInfo, get_channel
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.carrier import Carrier
 from disttensor.runtime.channel.tcp import dial
+from disttensor.runtime.channel.tcp import peer as tcp_peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import CARRIED, DATA, NACK, POISON, SIZE, WORD, Frame, Opener, Sealer
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, VERDICT, WELCOME, PeerHello, Secrets, answer, call
 from disttensor.runtime.channel.tcp.inbound import Inbound
+from disttensor.runtime.channel.tcp.listener import Listener
 from disttensor.runtime.channel.tcp.peer import Limits
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, CHUNK, CIPHER, ENCRYPT, Sealed, agreed, is_local
 from disttensor.runtime.protocol.codec import dtype_id
@@ -179,6 +181,58 @@ def test_wrong_key():
         one.close()
 
 
+def test_a_peer_that_is_introduced_later_than_any_time_limit(monkeypatch, caplog):
+    """It computes for long before it takes the command that introduces the two."""
+    monkeypatch.setattr(dial, "_LATE", 0.02)
+    kept, many = threading.Semaphore(0), 20  # each for 0.05 s, and all limits together are 0.4 s
+    drop = Listener._drop_pending
+
+    def dropped(self: Listener, pending: object, why: str = "") -> None:
+        drop(self, pending, why)
+        kept.release()
+
+    monkeypatch.setattr(Listener, "_drop_pending", dropped)
+    a, b = channel(0, handshake=0.05, connect=0.2, greet=0.2), channel(1, handshake=0.05)
+    with closing(a), closing(b):
+        a.connect({1: PeerInfo(1, b.address(), KEY)})
+        send = a.isend(torch.ones(3), 1, 0)
+        for _ in range(many):
+            assert kept.acquire(timeout=HANG)
+        assert a.failure(1) == ""
+        assert not send.is_completed()
+        b._listener._limit = HANG  # a busy host may need longer for one call
+        b.connect({0: PeerInfo(0, a.address(), KEY)})
+        target = torch.zeros(3)
+        b.irecv(target, 0, 0).wait(HANG)
+        send.wait(HANG)
+        assert target.tolist() == [1.0] * 3
+    assert not caplog.records
+
+
+def test_many_that_are_introduced_later_push_nobody_out(monkeypatch):
+    """A whole job calls a node that is busy: more than strangers may come at once."""
+    monkeypatch.setattr("disttensor.runtime.channel.tcp.listener._PENDING", 2)
+    many = 12
+    # no limit for calls: on a busy host the first may have been hung up on before the last one comes
+    b, *others = [channel(rank, handshake=HANG, greet=HANG) for rank in range(many)]
+    come = threading.Semaphore(0)
+    monkeypatch.setattr(b._listener, "_admit", lambda sock, hello, nonce: come.release())
+    with ExitStack() as stack:
+        for one in (b, *others):
+            stack.enter_context(closing(one))
+        sends = []
+        for rank, one in enumerate(others, 1):
+            one.connect({0: PeerInfo(0, b.address(), KEY)})
+            sends.append(one.isend(torch.ones(1), 0, rank))
+        while len(b._listener._unknown) < many - 1:
+            assert come.acquire(timeout=HANG)
+        monkeypatch.setattr(b._listener, "_admit", b._admit)
+        b.connect({rank: PeerInfo(rank, one.address(), KEY) for rank, one in enumerate(others, 1)})
+        for rank, send in enumerate(sends, 1):
+            b.irecv(torch.zeros(1), rank, rank).wait(HANG)
+            send.wait(HANG)
+
+
 @pytest.mark.fault(39)
 def test_another_job():
     a, b = channel(0), channel(1)
@@ -212,6 +266,21 @@ def test_an_impostor_listens():
     impostor.close()
 
 
+def hello(job: str, rank: int, to: int) -> Callable[[bytes], bytes]:
+    """Returns what makes a hello, of one without the pair's key, to the acceptor's nonce."""
+
+    def said(nonce: bytes) -> bytes:
+        near, far = socket.socketpair()
+        with near, far:
+            far.sendall(nonce)
+            far.shutdown(socket.SHUT_WR)
+            with suppress(EOFError):
+                call(near, bytes(32), job, rank, to, 0)
+            return far.recv(HELLO, socket.MSG_WAITALL)
+
+    return said
+
+
 #: Why one is refused that does not say hello.
 NOISE = "not the handshake of a peer of this job, or none in time"
 
@@ -229,26 +298,40 @@ class Bomb:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", NOISE),
         (random.Random(1).randbytes(5000), NOISE),
         (pickle.dumps(Bomb()) * 10, NOISE),
-        (b"DTt3" + bytes(HELLO - 4), "without the key of rank 0 and rank 1"),
-        (b"DTt3" + (7).to_bytes(4, "little") + bytes(HELLO - 8), "rank 7 is not known here"),
-        (b"DTt3" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64), NOISE),
+        (b"DTt4" + bytes(HELLO - 4), "for another job, or for another one than rank 1"),
+        (hello("another job", 0, 1), "for another job, or for another one than rank 1"),
+        (hello("a job", 0, 2), "for another job, or for another one than rank 1"),
+        (hello("a job", 0, 1), "without the key of rank 0 and rank 1"),
+        (hello("a job", 7, 1), None),
+        (b"DTt4" + (0).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(64), NOISE),
     ],
-    ids=["http", "tls", "random", "pickle", "zeros", "an unknown rank", "a known rank"],
+    ids=[
+        "http",
+        "tls",
+        "random",
+        "pickle",
+        "zeros",
+        "another job",
+        "another rank",
+        "a known rank",
+        "an unknown rank",
+        "half of it",
+    ],
 )
 def test_strangers_get_a_nonce_and_no_more(said, why, tmp_path, monkeypatch, caplog):
-    """They are told to the log once, however many come."""
+    """They are told to the log once, however many come; of those that may become known later nothing is said."""
     monkeypatch.chdir(tmp_path)
     master, a, b = connected(3, handshake=0.3)
     for _ in range(3):
         with stranger(b.address()) as sock:
-            sock.sendall(said)
+            sock.sendall(said(sock.recv(NONCE, socket.MSG_PEEK | socket.MSG_WAITALL)) if callable(said) else said)
             assert len(everything(sock)) <= NONCE
     check_works(a, b, 1, 0)
     assert not list(tmp_path.iterdir())
     for one in (master, a, b):
         one.close()
-    [record] = caplog.records
-    assert record.getMessage() == f"refused a connection from 127.0.0.1: {why}; 1 refused so far"
+    told = [] if why is None else [f"refused a connection from 127.0.0.1: {why}; 1 refused so far"]
+    assert [record.getMessage() for record in caplog.records] == told
 
 
 def headed(sealer: Sealer, kind: int, name: str) -> bytes:
@@ -797,6 +880,53 @@ def test_one_reaches_the_other_and_that_is_enough(sender, unreachable, silent):
                 ends[second].irecv(target, first, 1).wait(20)
                 sent.wait(20)
                 assert target.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("kind", [EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
+def test_a_first_call_that_ends_in_the_handshake_is_made_again(kind, monkeypatch):
+    """Whichever end, or whatever between the two, has ended it: `ss -K` aborts a connection of its own host."""
+    original, ended = dial.call, list[bool]()
+
+    def once_ended(*args):
+        if not ended:
+            ended.append(True)
+            raise kind("it ended")
+        return original(*args)
+
+    monkeypatch.setattr(dial, "call", once_ended)
+    master, a, b = connected(3)
+    with closing(master), closing(a), closing(b):
+        a.isend(torch.ones(5), 1, 1)
+        target = torch.zeros(5)
+        b.irecv(target, 0, 1).wait(20)
+        assert (ended, target.tolist()) == ([True], [1.0] * 5)
+
+
+def test_a_peer_that_was_to_call_and_gave_up_is_heard_of_soon(monkeypatch):
+    """Its own call was under way, and so the other's was not used; then it fails, which nobody is told of."""
+    original, begun, crossed = dial.dial, threading.Event(), threading.Event()
+
+    def failing(info, job, me, limit, patience, watch, reached, *rest):
+        if me == 0:
+            assert reached()
+            begun.set()
+            assert crossed.wait(20)
+            raise BrokenError("no way from here")
+        result = original(info, job, me, limit, patience, watch, reached, *rest)
+        if result[0] is None:
+            crossed.set()
+        return result
+
+    monkeypatch.setattr(tcp_peer, "dial", failing)
+    master, a, b = connected(3)
+    with closing(master), closing(a), closing(b):
+        sent = a.isend(torch.ones(5), 1, 1)
+        assert begun.wait(20)
+        with pytest.raises(BrokenError, match="refuses a second connection from rank 1: it gave up the first one"):
+            b.irecv(torch.zeros(5), 0, 1).wait(20)
+        assert crossed.is_set()
+        with pytest.raises(BrokenError, match="no way from here"):
+            sent.wait(20)
 
 
 def test_too_many_addresses_are_not_tried():

@@ -345,15 +345,15 @@ def test_copies_of_what_was_sent_are_bounded_and_go_with_their_receipts():
     outs = [kept.Out(kept.Frame(kept.DATA, n, 8, 1, 1), None, kept.Ticket()) for n in range(5)]
     for out in outs:
         holds.add(out)
-        holds.hold(out, bytes(kept.MOST // 2))
+        holds.keep_copy(out, bytes(kept.MOST // 2))
     assert [out.copy is not None for out in outs] == [False, False, False, True, True]
-    over, again = holds.begin(0)
+    over, again = holds.begin_connection(0)
     assert not over
     assert [out.frame.kind for out in again] == [kept.GONE] * 3 + [kept.DATA] * 2
     holds.add(again[0])
     new = kept.Out(kept.Frame(kept.DATA, 5, 8, 1, 1), None, kept.Ticket())
     holds.add(new)
-    holds.hold(new, bytes(kept.MOST // 2))
+    holds.keep_copy(new, bytes(kept.MOST // 2))
     assert [out.copy is not None for out in again] == [False, False, False, True, True]  # those are yet to be written
     with apart() as (a, b, _):
         for k in range(500):
@@ -379,16 +379,16 @@ def test_what_is_to_be_sent_again_may_have_arrived_before():
     outs = [kept.Out(kept.Frame(kept.DATA, n, 8, 1, 1), None, kept.Ticket()) for n in range(4)]
     for out in outs:
         holds.add(out)
-        holds.hold(out, b"a")
-    assert holds.begin(1) == ([outs[0].ticket], outs[1:])
+        holds.keep_copy(out, b"a")
+    assert holds.begin_connection(1) == ([outs[0].ticket], outs[1:])
     holds.add(outs[1])
     assert (holds.receipt, holds.sent) == (1, 4)
     with pytest.raises(ProtocolError, match="it has received 3 frames, of 1 to 2"):
         holds.acknowledge(3)  # by this connection only one more was sent
-    assert holds.begin(3) == ([outs[1].ticket, outs[2].ticket], outs[3:])
+    assert holds.begin_connection(3) == ([outs[1].ticket, outs[2].ticket], outs[3:])
     assert (holds.receipt, holds.sent, holds._held) == (3, 4, 1)
     with pytest.raises(ProtocolError, match="it has received 5 frames, of 3 to 4"):
-        holds.begin(5)
+        holds.begin_connection(5)
 
 
 def test_a_call_from_before_the_last_connection_is_not_taken_for_the_next(monkeypatch):
@@ -456,12 +456,12 @@ def test_a_receipt_of_what_was_not_sent_ends_the_connection(receipt):
 @pytest.mark.parametrize("call", ["crossed", "in vain"])
 def test_a_first_connection_that_has_broken_before_it_is_noticed(call, again, monkeypatch):
     """The end whose own call came to nothing waits for the other's, which has come and is gone when it looks."""
-    original, tried = peer.TcpPeer._call, list[bool]()
+    original, tried = peer.TcpPeer._call, threading.Event()
 
     def late(self, *limits):
-        if self.me != 1 or tried:
+        if self.me != 1 or tried.is_set():
             return original(self, *limits)
-        tried.append(True)
+        tried.set()
         sent = a.isend(numbered(1), 1, 1)
         with self.lock:
             assert self._changed.wait_for(lambda: self._connection is not None, 20)
@@ -484,6 +484,7 @@ def test_a_first_connection_that_has_broken_before_it_is_noticed(call, again, mo
         targets = torch.zeros(2, 5)
         receives = [b.irecv(target, 0, k) for k, target in enumerate(targets, 1)]
         if again:
+            assert tried.wait(20)  # else this end's call may come first, and the other one makes none
             a.isend(numbered(2), 1, 2)
             for receive in receives:
                 receive.wait(20)

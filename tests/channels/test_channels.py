@@ -125,7 +125,7 @@ def test_what_is_selected_later_counts_more() -> None:
 def test_by_span_and_by_whether_it_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 2 is on another host here, as far as its name goes."""
     away = current.session().nodes[2]
-    monkeypatch.setattr(away, "said_hello", msgspec.structs.replace(away.hello, host="another-host"))
+    monkeypatch.setattr(away.connection, "hello", msgspec.structs.replace(away.hello, host="another-host"))
     dt.channels.select("send", "watched", span="hosts")
     for source, target in ((0, 1), (0, 2), (2, 1)):
         torch.ones(3, device=f"node:{source}").to(f"node:{target}")
@@ -186,7 +186,7 @@ def test_without_a_word_collectives_go_within_hosts_first(monkeypatch: pytest.Mo
     """Node 0 is on another host here, as far as its name goes; a split into one group is flat."""
     dt.channels.select("*", "watched")
     away = current.session().nodes[0]
-    monkeypatch.setattr(away, "said_hello", msgspec.structs.replace(away.hello, host="another-host"))
+    monkeypatch.setattr(away.connection, "hello", msgspec.structs.replace(away.hello, host="another-host"))
     group = dt.collectives.new_group()
     assert [part.nodes for part in group.by_host().values()] == [(0,), (1, 2)]
     assert [part.nodes for part in group.levels()["host"].values()] == [(0,), (1, 2)]
@@ -397,7 +397,7 @@ def two_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(channel), "address", lambda self: "10.9.8.7:41", raising=False)
     for node in current.session().nodes:
         theirs = msgspec.structs.replace(node.hello, addresses=Addresses("10.9.8.6:42", ""))
-        monkeypatch.setattr(node, "said_hello", theirs)
+        monkeypatch.setattr(node.connection, "hello", theirs)
 
 
 @pytest.mark.parametrize("apart", [two_hosts, two_of_one_name])
@@ -431,7 +431,9 @@ def test_whoever_cannot_encrypt_is_named(monkeypatch: pytest.MonkeyPatch, protec
     monkeypatch.setattr(router, "protection", protection)
     two_hosts(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(node, "said_hello", msgspec.structs.replace(node.hello, no_cipher="it is not installed there"))
+        patch.setattr(
+            node.connection, "hello", msgspec.structs.replace(node.hello, no_cipher="it is not installed there")
+        )
         why = router.forbidden(ENCRYPTS)
         assert re.search(
             rf"has to be encrypted, and node 1 \(.*\) cannot: it is not installed there.*{NAMES_BOTH}", why

@@ -56,17 +56,17 @@ def test_seconds_are_those_in_which_something_was_under_way(monkeypatch):
         return tally
 
     at(11.0).add(100, 10.0)  # a second
-    at(14.0).begin(1, 13.0)
-    at(15.0).begin(1, 14.5)  # beside the first
+    at(14.0).begin_transfer(1, 13.0)
+    at(15.0).begin_transfer(1, 14.5)  # beside the first
     at(15.5).add(1, 15.0)
     assert at(16.0).figures() == (4, 103, 4.0)
-    at(17.0).end()
-    at(18.0).end()
+    at(17.0).end_transfer()
+    at(18.0).end_transfer()
     assert tally.figures() == (4, 103, 6.0)
     at(19.0).add(1, 17.0)  # half of it was counted
     assert at(30.0).figures() == (5, 104, 7.0)
-    at(31.0).begin(0, 18.5)
-    at(32.0).end()
+    at(31.0).begin_transfer(0, 18.5)
+    at(32.0).end_transfer()
     assert tally.figures() == (6, 104, 20.0)
 
 
@@ -75,10 +75,10 @@ def test_nobody_waits_who_counts():
     roused, ended = [], []
     peer = SimpleNamespace(reader=SimpleNamespace(parked=True, rouse=lambda: roused.append(1)))
     ticket = ReceiveTicket(peer)  # type: ignore[arg-type]
-    ticket.note(lambda: ended.append(1))
+    ticket.add_background_callback(lambda: ended.append(1))
     assert (roused, ended) == ([], [])
     ticket.finish()
-    ticket.note(lambda: ended.append(2))
+    ticket.add_background_callback(lambda: ended.append(2))
     assert (roused, ended) == ([], [1, 2])
     waiting = ReceiveTicket(peer)  # type: ignore[arg-type]
     waiting.add_done_callback(lambda: None)

@@ -193,7 +193,7 @@ def test_a_rank_that_is_forgotten_breaks_everybody():
     """The master tells of a death that the channel can't see; the dead rank never comes."""
     ranks = Ranks("inproc", 3)
     for channel in ranks.channels[:2]:
-        channel.forget(2, "killed")
+        channel.mark_lost(2, "killed")
 
     def call(exchange):
         x = torch.zeros(NUMEL)

@@ -27,7 +27,7 @@ def test_a_rank_that_is_forgotten_breaks_everybody(ranks):
     def call(exchange):
         if exchange.me == 2:
             for channel in ranks.channels[:2]:
-                channel.forget(2, "killed")
+                channel.mark_lost(2, "killed")
         else:
             x = torch.zeros(5)
             native(exchange, "all_reduce", [x], [x], ReduceOp.SUM, 0, 1)

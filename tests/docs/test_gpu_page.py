@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from limits import HANG
 from sources import below
 
 from disttensor.cli import gpu_trial
+from disttensor.cli.doctor import OK, CheckRow, shown
 
 PAGE = ROOT / "docs" / "dev" / "gpu.md"
 TABLE = ROOT / "tools" / "ci" / "gpu_table.py"
@@ -77,9 +79,35 @@ def test_nothing_claims_what_never_was() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert ("**No row has ever run on a GPU.**" in PAGE.read_text()) is (not ran)
     assert ("has never run on a GPU" in readme) is (not ran)
+
+
+#: By the README's words for what is simulated: a word of the rows that it stands for.
+SAID = {
+    "nodes bound to GPUs": "bound",
+    "copies": "CUDA IPC",
+    "streams": "streams",
+    "CUDA graphs": "CUDA graphs",
+    "NCCL": "NCCL, of",
+    "memory": "memory_allocated",
+    "training": "training",
+}
+
+
+def test_the_readme_says_which_column_holds_for_what() -> None:
+    """In one sentence, which names the three, and nothing that its column does not have."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
     sentence = next(s for s in re.split(r"(?<=[.:]) ", readme) if "docs/dev/gpu.md" in s)
-    for column in ("on a GPU", "simulated", "nowhere"):
-        assert column in sentence
+    of = re.fullmatch(r".*?\*on a GPU\* holds for (.+), \*simulated\* for (.+), \*never\* for (.+)\.", sentence)
+    assert of, sentence
+    assert (of[1] == "nothing yet") is all(row[2] == "never" for row in ROWS)
+    assert re.split(", | and ", of[2]) == [*SAID]
+    for word in SAID.values():
+        found = [row for row in ROWS if word in row[0]]
+        assert found, word
+        assert all(named(row[3]) for row in found), word
+    for word in ("speed", "kernels"):
+        assert word in of[3]
+        assert any(word in row[4] or (word in row[0] and row[4].startswith("all of it")) for row in ROWS), word
 
 
 def printed(tmp_path: Path, device: str, doctor: str, tests: str) -> subprocess.CompletedProcess[str]:
@@ -89,7 +117,7 @@ def printed(tmp_path: Path, device: str, doctor: str, tests: str) -> subprocess.
     return subprocess.run(words, capture_output=True, text=True, timeout=HANG)
 
 
-WELL = "".join(f"ok    {step.name:<18}something\n" for step, _ in gpu_trial.STEPS)
+WELL = "".join(f"{shown(CheckRow(step.name, OK, 'something'))}\n" for step, _ in gpu_trial.STEPS)
 CASE = '<testcase classname="{}" name="test_it">{}</testcase>'
 REPORT = "<testsuites><testsuite>{}</testsuite></testsuites>"
 
@@ -123,6 +151,53 @@ def test_rows_are_dated_where_all_was_well(tmp_path: Path) -> None:
     }
     alone = rows(printed(tmp_path, "1 x NVIDIA H100", WELL, report).stdout)
     assert "1 x" in next(row[2] for row in alone if row[1].endswith("where there is one GPU"))
+
+
+#: Stands for the Python of a machine with two GPUs, and answers what gpu.sh asks of it.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *is_available*) [ "$GPUS" = 2 ] ;;
+    *get_device_name*) echo "2 x NVIDIA H100" ;;
+    "-m disttensor.doctor --gpu") cat "$FOLDER/doctor"; exit "$DOCTOR" ;;
+    "-m pytest -q -m gpu --junitxml="*) all=$*; cp "$FOLDER/tests" "${all##*=}"; exit "$TESTS" ;;
+    tools/ci/gpu_table.py*) exec "$REAL" "$@" ;;
+    *) echo "asked for $*" >&2; exit 99 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("doctor", "tests", "code"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])
+def test_make_gpu_prints_the_rows(tmp_path: Path, doctor: int, tests: int, code: int) -> None:
+    """Whatever the doctor and the tests find; what is not well is its exit code."""
+    done = made_gpu(tmp_path, DOCTOR=doctor, TESTS=tests)
+    assert done.returncode == code, done.stderr
+    told, _, table = done.stdout.partition("The table of docs/dev/gpu.md:")
+    assert WELL in told
+    dated = [row[1] for row in rows(table) if row[2].endswith(", 2 x NVIDIA H100")]
+    assert "`tests/launch/test_binding.py`, the doctor's `nodes`" in dated
+    assert "the doctor's `speed`" in dated
+    assert not any("test_engine_cuda" in by for by in dated)
+
+
+def test_make_gpu_says_that_there_is_none(tmp_path: Path) -> None:
+    done = made_gpu(tmp_path, GPUS=0)
+    assert done.returncode == 0, done.stderr
+    assert "NOT TESTED: CUDA (torch sees no device)" in done.stderr
+    assert not done.stdout
+
+
+def made_gpu(tmp_path: Path, **settings: int) -> subprocess.CompletedProcess[str]:
+    """What `make gpu` runs, on such a machine: all of the doctor's rows are well, and one file of tests."""
+    (tmp_path / "doctor").write_text(WELL)
+    (tmp_path / "tests").write_text(REPORT.format(CASE.format("tests.launch.test_binding", "")))
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    env = {**os.environ, "GPUS": "2", "FOLDER": str(tmp_path), "REAL": sys.executable}
+    env |= {name: str(value) for name, value in settings.items()}
+    return subprocess.run(
+        [str(ROOT / "tools" / "ci" / "gpu.sh"), str(python)], env=env, capture_output=True, text=True, timeout=HANG
+    )
 
 
 def test_simulated_devices_date_nothing(tmp_path: Path) -> None:

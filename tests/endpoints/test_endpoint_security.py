@@ -1,20 +1,22 @@
-"""Endpoints against strangers, who have no key, and against programs that have one and lie."""
+"""Endpoints against strangers, who have no key, and against programs that have one and lie, or come early."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import select
 import socket
 import subprocess
 import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +32,8 @@ from disttensor.runtime.protocol.dtypes import IDS
 from disttensor.runtime.protocol.keys import curve_pair
 from disttensor.runtime.protocol.values import form
 from disttensor.runtime.transport.tunnel import TunnelClient
-from disttensor.tasks import Endpoint
+from disttensor.tasks import Connection, Endpoint
+from disttensor.tasks import endpoint as endpoint_module
 
 
 def goes_on(endpoint: Endpoint, file: Path) -> None:
@@ -321,3 +324,21 @@ def test_another_version_is_refused_with_both(endpoint: Endpoint, file: Path, mo
     monkeypatch.setattr(connection, "EndpointHello", lambda version, *more: EndpointHello(version + 1, *more))
     with pytest.raises(dt.errors.BrokenError, match="version 2 of these messages, and this job version 1"):
         dt.tasks.connect(file)
+
+
+def test_a_program_connects_while_it_is_made(nodes: object, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is there, and its port open, before the object is whole."""
+
+    class Slow(wires.Wires):
+        def __init__(self, heard: Any, arrivals: int, arrived: Any) -> None:
+            super().__init__(heard, arrivals, arrived)
+            coming.append(pool.submit(dt.tasks.connect, file, timeout=HANG))
+            assert select.select([arrivals], [], [], HANG)[0]
+            if self._thread.ident is not None:  # it is told of the program that has come
+                self._thread.join(HANG)
+
+    coming = list[Future[Connection]]()
+    monkeypatch.setattr(endpoint_module, "Wires", Slow)
+    with ThreadPoolExecutor(1) as pool, dt.tasks.Endpoint(file) as endpoint, coming[0].result(HANG) as client:
+        endpoint.clients(1, timeout=HANG)[0].send("there")
+        assert client.recv(timeout=HANG) == "there"

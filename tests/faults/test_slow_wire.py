@@ -28,7 +28,7 @@ WIRES = {
 @pytest.fixture
 def wires(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
     """Every connection of the sessions of the test goes by these: "control", "side" and "data"."""
-    start, exchange = LocalLauncher.start, ChannelRouter.exchange_addresses
+    start, exchange = LocalLauncher.start, ChannelRouter.take_addresses
     with Wires(WIRES[name][0]) as wires:
 
         def far(self: LocalLauncher, bundles: Any) -> None:
@@ -49,7 +49,7 @@ def wires(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wires]:
             exchange(self, number, {rank: moved(addresses) for rank, addresses in come.items()}, moved(master))
 
         monkeypatch.setattr(LocalLauncher, "start", far)
-        monkeypatch.setattr(ChannelRouter, "exchange_addresses", further)
+        monkeypatch.setattr(ChannelRouter, "take_addresses", further)
         yield wires
 
 

@@ -166,8 +166,10 @@ _BATCHES = [
         (c.MemoryStats(3, "cpu", "reset", 10), c.MemoryStats(4, "cuda:0")),
         (c.GraphPart(1, (c.Call(0, 1, ()),), ((0, 0, 0),)), c.EndGraph(1, (), (1,), (), "x"),
          c.Replay(1, 5, (), (), ())),
-        (c.Collective("all_reduce", 1, (0,), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1, (), 0),),
-        (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, (0, 1), 0, "gloo", _MESH)), c.Open(1, 1, "tcp")),
+        (c.Collective("all_reduce", 1, c.RankList((0,), (2,), (1,)), (1,), (1,), (4, 4), 0, 0, 0, "ring", 0, 0, -1,
+                      c.RankList(()), 0),),
+        (c.Run(1, b"k", b"a", True, "what", (1,), c.World(1, c.RankList((0, 1)), 0, "gloo", _MESH)),
+         c.Open(1, 1, "tcp")),
         (c.Peer(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6"), bytes(32)), c.Usable(2, ("tcp", "shm"))),
     )
 ]  # fmt: skip
@@ -251,7 +253,7 @@ def _tunnel(data: bytes) -> None:
         end.theirs.send(b"on its way")
         end.read()
         for message in data.split(b"\n"):
-            end.take(message)
+            end.handle_message(message)
             end.write()
             end.wants()
             assert 0 <= end.away <= tunnel_io.WINDOW + (1 << 16)
@@ -269,9 +271,9 @@ def _output(data: bytes) -> None:
     lines, tail = Lines(), Tail()
     for at in range(0, len(data), 7):
         tail.add(1 + at % 2, data[at : at + 7])
-        for line in lines.take(data[at : at + 7]):
+        for line in lines.feed(data[at : at + 7]):
             without_escapes(line)
-    lines.end()
+    lines.take_unfinished()
     assert all(text.isprintable() or text for text in tail.lines())
 
 
@@ -578,7 +580,8 @@ def _arguments(data: bytes) -> list[str]:
 def _alone() -> Iterator[None]:
     """Options are checked, and nothing is made, looked up or printed."""
     with (
-        mock.patch.object(os, "makedirs"),
+        mock.patch.object(checked_options, "make_private_folder"),
+        mock.patch.object(os, "mkdir", side_effect=AssertionError("a folder is made")),
         mock.patch.object(checked_options, "_is_here", return_value=True),
         mock.patch.object(checked_options, "read_hostfile", side_effect=OSError("no such file")),
         contextlib.redirect_stderr(io.StringIO()),
@@ -670,6 +673,12 @@ DECODERS: tuple[Decoder, ...] = (
         ),
     ),
     Decoder(
+        "answer beside",
+        st.one_of(packed(side.Gathered), packed(side.Described)),
+        side.decode_answer,
+        (ProtocolError,),
+    ),
+    Decoder(
         "request of what is shared",
         st.one_of(packed(kind, *_REQUESTS.get(kind, ())) for kind in get_args(shared_objects.Request)),
         shared_objects.decode_request,
@@ -758,7 +767,7 @@ DECODERS: tuple[Decoder, ...] = (
         "tunnel",
         st.lists(st.sampled_from([b"Dabc", b"A" + (10).to_bytes(8, "big"), b"E", b"A\1", b"A"])).map(b"\n".join),
         _tunnel,
-        covers=("runtime/transport/tunnel_io.py:End.take",),
+        covers=("runtime/transport/tunnel_io.py:End.handle_message",),
     ),
     Decoder(
         "messages of another program",
@@ -768,7 +777,7 @@ DECODERS: tuple[Decoder, ...] = (
         covers=(
             "runtime/endpoints/frames.py:",
             "runtime/endpoints/frames.py:decode_head",
-            "runtime/endpoints/wires.py:Wires._come",
+            "runtime/endpoints/wires.py:Wires._handle_message",
         ),
     ),
     Decoder(
@@ -776,7 +785,7 @@ DECODERS: tuple[Decoder, ...] = (
         packed(Sources).map(zlib.compress),
         _modules,
         (ValueError,),
-        covers=("runtime/launch/tree/shipping.py:unpack", "runtime/launch/tree/shipping.py:adopt"),
+        covers=("runtime/launch/tree/shipping.py:unpack", "runtime/launch/tree/shipping.py:import_shipped"),
     ),
     Decoder("output of a node", _texts("a\x1b[1mb\r50%\r60%\n", "x\b\n", "\x1b]0;title\x07y"), _output),
     Decoder(
@@ -801,7 +810,7 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "handshake's hello",
-        st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt3" + it),
+        st.binary(min_size=handshake.HELLO - 4, max_size=handshake.HELLO - 4).map(lambda it: b"DTt4" + it),
         _greeting,
         covers=("runtime/channel/tcp/handshake.py:PeerHello.parse",),
     ),
@@ -973,7 +982,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
     "runtime/node/warned.py:telling.tell": "what was encoded just before, so that any text can be sent",
-    "runtime/process/page.py:Page.began": _PAGE,
+    "runtime/process/page.py:Page.has_begun": _PAGE,
     "runtime/process/page.py:Page.beside": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
     "runtime/process/page.py:Page.running": _PAGE,
@@ -981,6 +990,6 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/protocol/keys.py:curve_pair_of": _LIBRARY,
     "runtime/transport/spoke.py:_connect": _LIBRARY,
     "runtime/transport/zap.py:ZapHandler._answer": _LIBRARY,
-    "runtime/transport/zap.py:ZapHandler._note": _LIBRARY,
+    "runtime/transport/zap.py:ZapHandler._note_event": _LIBRARY,
     "runtime/transport/zmq.py:_raw_keys": _OWN,
 }

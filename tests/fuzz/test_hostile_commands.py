@@ -49,7 +49,7 @@ class Prompt(DataChannel):
         return self._channel.address()
 
     def connect(self, peers: Mapping[int, PeerInfo]) -> None: ...
-    def forget(self, peer: int, why: str) -> None: ...
+    def mark_lost(self, peer: int, why: str) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
 
@@ -79,6 +79,16 @@ class Prompt(DataChannel):
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def ranks(*lists: tuple[int, ...]) -> st.SearchStrategy[c.RankList]:
+    """These lists, and by steps others, with many ranks or none at all."""
+    steps = [(), (), (2,), (1, 2), (0,), (-1,), (2**40,), (2**31, 2**31)]
+    return st.one_of(
+        st.builds(c.RankList, st.sampled_from(lists)),
+        st.builds(c.RankList, st.sampled_from(lists), st.sampled_from(steps), st.sampled_from(steps)),
+    )
+
 
 SMALL = st.integers(1, 12)
 REFS = st.one_of(SMALL, SMALL, st.sampled_from([0, -1, 99, 2**62, -(2**62), 2**63 - 1]))
@@ -146,7 +156,7 @@ runs = st.builds(
     c.Run, st.just(0), PICKLE.map(key_of), PICKLE.map(key_of), st.booleans(), TEXT,
     st.lists(REFS, max_size=2).map(tuple),
     st.one_of(st.none(), st.builds(
-        c.World, INTS, st.sampled_from([(0, 1), (0, 1), (0,), (), (1, 2), (0, 0)]), CHANNELS, TEXT,
+        c.World, INTS, ranks((0, 1), (0, 1), (0,), (), (1, 2), (0, 0)), CHANNELS, TEXT,
         st.one_of(st.none(), st.builds(
             c.MeshDims, st.sampled_from([("dp",), ("a", "b"), ("a", "a"), ()]),
             st.sampled_from([(2,), (1, 2), (2, 1), (2**62, 4), (0, -1), ()]), st.sampled_from(["cpu", "cuda", ""]),
@@ -160,11 +170,12 @@ replays = st.builds(
 )  # fmt: skip
 collectives = st.builds(
     c.Collective, st.sampled_from(["all_reduce", "broadcast", "barrier", "all_gather", "shift", "nope"]),
-    st.sampled_from([0, 5, 2**40]), st.sampled_from([(0,), (0, 1), (1, 2), (), (0, 0), (0, 44)]),
+    st.sampled_from([0, 5, 2**40]), ranks((0,), (0, 1), (1, 2), (), (0, 0), (0, 44)),
     st.lists(REFS, max_size=2).map(tuple), st.lists(REFS, max_size=2).map(tuple), st.lists(INTS, max_size=3).map(tuple),
     DTYPES, st.integers(-1, 9), INTS, st.sampled_from(["", "ring", "tree", "native", "nope"]), st.integers(-1, 2),
-    st.sampled_from([0, -1, 4]), st.sampled_from([-1, 0, 99]), st.sampled_from([(), (0,), (0, 1)]),
+    st.sampled_from([0, -1, 4]), st.sampled_from([-1, 0, 99]), ranks((), (0,), (0, 1)),
     st.sampled_from([0, 0, 3]), CHANNELS, st.sampled_from([(), (1,), (-1, 2)]),
+    st.sampled_from([(), (), (1,), (2,), (1, 1), (0,), (-1, 2), (2**62,)]),
 )  # fmt: skip
 switches = st.builds(
     c.Switch,
@@ -210,7 +221,9 @@ ANY: dict[type, st.SearchStrategy[Any]] = {
     c.Open: st.builds(c.Open, st.just(0), st.sampled_from([0, 1, -1]), TEXT),
     c.Usable: st.builds(c.Usable, st.just(0), st.lists(TEXT, max_size=2).map(tuple), st.booleans()),
     c.Peer: st.builds(c.Peer, INTS, st.just(c.Addresses("nowhere", "")), st.binary(max_size=3), CHANNELS),
-    c.Lost: st.builds(c.Lost, st.integers(3, 5), TEXT), c.Default: st.builds(c.Default, DTYPES),
+    c.Lost: st.builds(c.Lost, st.integers(3, 5), TEXT),
+    c.Again: st.builds(c.Again, st.integers(3, 5), st.integers(0, 3), st.integers(0, 5)),
+    c.Default: st.builds(c.Default, DTYPES),
     c.Switch: switches,
     c.MakeStream: st.builds(
         c.MakeStream, st.sampled_from([7, 8, 8, 0, -1]), st.sampled_from(["cpu", "cuda:0", "xyz"]), INTS

@@ -398,3 +398,41 @@ def compiling() -> int:
     while found._process is None:
         pass
     return found._process.pid
+
+
+#: In place of the process that compiles: says that it has begun, and goes on when it is told to.
+TOLD = """
+import os, sys
+sys.stdin.readline()
+open(os.environ["BEGUN"], "w").close()
+open(os.environ["GO"]).read()
+sys.exit(1)
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_is_compiled_and_what_waits_for_that_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builders: Builder
+) -> None:
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    for fifo in (begun, go):
+        os.mkfifo(fifo)
+        monkeypatch.setenv(fifo.name.upper(), str(fifo))
+    (tmp_path / "told.py").write_text(TOLD)
+    monkeypatch.setattr(builder, "_CHILD", str(tmp_path / "told.py"))
+    assert builders.under_way == (0, 0.0)
+    first = builders.build("one program")
+    begun.open().close()
+    second = builders.build("another program")
+    number, seconds = builders.under_way
+    assert number == 2
+    assert 0 < seconds < HANG
+    go.open("w").close()
+    assert first.done.wait(HANG)
+    assert first.why.startswith("compiling failed (1)")
+    begun.open().close()
+    assert builders.under_way[0] == 1
+    go.open("w").close()
+    assert second.done.wait(HANG)
+    builders.close()
+    assert builders.under_way == (0, 0.0)

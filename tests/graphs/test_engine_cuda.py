@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,11 +177,11 @@ def test_on_a_device() -> None:
 
 @pytest.mark.gpu
 def test_a_training_step_on_a_device() -> None:
-    """A step of a small net: forward, backward and SGD with momentum, as an interpreter and as a CUDA graph."""
+    """A step of a small net: forward, backward and SGD with momentum, as an interpreter and as a CUDA graph. It is
+    recorded on the CPU, as torch refuses a backward pass on a script's own GPU (docs/DIFFERENT.md)."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4))
-    net.to("cuda:0")
-    x, y = torch.randn(32, 8, device="cuda:0"), torch.randint(4, (32,), device="cuda:0")
+    x, y, gpu = torch.randn(32, 8), torch.randint(4, (32,)), torch.device("cuda:0")
     optimizer = torch.optim.SGD(net.parameters(), lr=A, momentum=0.9)
 
     def train() -> list[Tensor]:
@@ -192,8 +193,13 @@ def test_a_training_step_on_a_device() -> None:
 
     train()
     program, inputs = record(train, 1)
+    lines = [
+        replace(line, kwargs=line.kwargs | {"device": gpu} if "device" in line.kwargs else line.kwargs)
+        for line in program.lines
+    ]
+    program = replace(program, lines=tuple(lines))
     engine = CudaGraph(program, Interpreter(program))
-    ours, theirs = copies(inputs), copies(inputs)
+    ours, theirs = ([t.to(gpu) for t in copies(inputs)] for _ in range(2))
     with torch.no_grad():
         for i in range(10):
             torch.manual_seed(i)

@@ -30,7 +30,7 @@ NUMBERS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (1e-3, 2.0, 1.0))
 
 def traced(program: Program, inputs: Sequence[Tensor]) -> Compiled:
     """The program as it would be compiled, by way of its listing."""
-    geometry = listing.given(inputs)
+    geometry = listing.input_geometry(inputs)
     text = listing.dump(program, geometry)
     parsed, again = listing.parse(text)
     assert again == geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -41,6 +42,26 @@ def test_each_call_gives_new_tensors_from_its_arguments() -> None:
         assert out["sum"].tolist() == [(i + 1) * (0.5 + i) + k for k in range(3)]
         assert out["twice"].tolist() == [2 * (i + 1)] * 3
     assert calls == 2
+
+
+def test_recordings_that_are_dropped_end_at_once() -> None:
+    """Not when the collector finds them."""
+
+    @dt.graphed
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    x = torch.ones(3, device="node:0")
+    for k in range(4):
+        assert scaled(x, k + 1.0).tolist() == [k + 1.0] * 3
+    gc.disable()
+    try:
+        with testing.MessageLog() as log:
+            scaled.clear()
+            dt.synchronize()
+        assert "Discard" in log[0].commands
+    finally:
+        gc.enable()
 
 
 def test_another_shape_is_another_recording_and_their_number_is_bounded() -> None:

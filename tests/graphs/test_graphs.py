@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def test_nothing_runs_while_recording_and_each_replay_is_one_command() -> None:
         assert (log[0].commands, log[1].commands) == (["Replay"], [])
         assert y.tolist() == [2.0 * (i + 2)] * 3
     assert x.tolist() == [4, 4, 4]
+
+
+def test_a_graph_with_numbers_ends_with_its_last_name() -> None:
+    """And so what it has on nodes, as a CUDA graph's memory: not when the collector finds it."""
+    x = torch.ones(3, device="node:0")
+    gc.disable()
+    try:
+        g = dt.Graph()
+        with dt.graph(g):
+            rate = g.number("rate", 0.5)
+            y = x * rate
+        g.replay(rate=2.0)
+        assert y.tolist() == [2.0] * 3
+        graph = weakref.ref(g)
+        del g, y, rate
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_a_training_step() -> None:

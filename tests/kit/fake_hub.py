@@ -27,6 +27,7 @@ class FakeHub(Hub):
         self.arrived: list[tuple[int, bytes]] = []
         self.ended: list[int] = []
         self.were_cut: list[int] = []
+        self.readmitted: list[tuple[int, str]] = []
         self.broken: set[int] = set()  #: nodes to which nothing can be sent
         self.deaf: list[int] = []  #: nodes whose connections ``cut_deaf`` cuts
         self.event = os.eventfd(0, os.EFD_NONBLOCK)
@@ -50,6 +51,9 @@ class FakeHub(Hub):
         return ended
 
     def admit(self, rank: int, key: str) -> None: ...
+
+    def readmit(self, rank: int, key: str) -> None:
+        self.readmitted.append((rank, key))
 
     def cut(self, rank: int) -> None:
         self.were_cut.append(rank)

@@ -52,7 +52,7 @@ class Agent:
         self._tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, HANG)
         self.wire: FramedSocket[Order] = FramedSocket(Order, self._tunnel.socket.detach())
         if first is not None:
-            self.wire.say(first)
+            self.wire.send_message(first)
         self._heard: list[Order] = []
 
     def hears(self, kind: type) -> Order:
@@ -62,7 +62,7 @@ class Agent:
             while self._heard:
                 order = self._heard.pop(0)
                 if isinstance(order, Beat):
-                    self.wire.say(order)
+                    self.wire.send_message(order)
                 if isinstance(order, kind):
                     return order
             left = deadline - time.monotonic()
@@ -113,7 +113,7 @@ class RelayedAgent:
         keys = invitation.public_key, invitation.secret_key
         tunnel = TunnelClient(invitation.addresses, keys, invitation.server_key, HANG)
         up: FramedSocket[Order] = FramedSocket(Order, tunnel.socket.detach())
-        up.say(self._hello)
+        up.send_message(self._hello)
         sock, server = spawn_server(output=Output(upward=True))
         down: FramedSocket[ServerNews] = FramedSocket(ServerNews, sock.detach())
         try:
@@ -121,9 +121,9 @@ class RelayedAgent:
                 ready = select.select([up, down, self._bell], [], [])[0]
                 for order in up.hear():
                     if not isinstance(order, Beat | Refuse):
-                        down.say(order)
+                        down.send_message(order)
                 for news in down.hear():
-                    up.say(news)
+                    up.send_message(news)
                 down.push(HANG)
                 up.push(HANG)
                 if self._bell in ready:

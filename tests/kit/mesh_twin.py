@@ -129,6 +129,9 @@ def seed_of_a_rank(seed: int, along: tuple[str, ...], at: Sequence[int]) -> int:
 
 
 class Twin:
+    #: Whether an index may be out of range: where nodes have GPUs, such a kernel ends what its process has of them.
+    mistakes = True
+
     def __init__(self, meshes: dict[Where, list[Dims]], streams: Sequence[str], seed: int) -> None:
         """``meshes``: those that there were when all was seeded, each with the dims of its views."""
         self.names: dict[str, Value] = {}
@@ -198,6 +201,7 @@ class Twin:
     def make(self, name: str, where: Where, shards: Sequence[torch.Tensor], failed: Sequence[bool] = ()) -> None:
         for x in shards:
             exact(x)
+        self.refuse_mistakes(failed)
         for x, fails in zip(shards, failed, strict=False):
             self.memory(x).failed |= fails
         for x in shards:
@@ -210,7 +214,12 @@ class Twin:
     def failed(self, value: Value) -> list[bool]:
         return [self.memory(x).failed for x in value.shards]
 
+    def refuse_mistakes(self, failed: Sequence[bool]) -> None:
+        if any(failed) and not self.mistakes:
+            raise Refused("an index out of range")
+
     def wrote(self, shards: Sequence[torch.Tensor], failed: Sequence[bool]) -> None:
+        self.refuse_mistakes(failed)
         for x, fails in zip(shards, failed, strict=True):
             exact(x)
             memory = self.memory(x)

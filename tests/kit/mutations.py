@@ -11,7 +11,7 @@ import difflib
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +39,9 @@ ASIDE = ("ctx", "kind", "type_comment")
 class Code:
     """The text of a program, as lines of bytes (the parser counts columns in bytes), and its tree."""
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, tree: ast.Module | None = None) -> None:
         self.lines = text.split(b"\n")
-        self.tree = ast.parse(text)
+        self.tree = ast.parse(text) if tree is None else tree
 
     def start(self, node: ast.AST) -> tuple[int, int]:
         """The line and the column at which a statement, clause or expression begins, with its decorators."""
@@ -153,8 +153,8 @@ def _lists(node: ast.AST) -> Iterator[list[ast.AST]]:
 class File(Code):
     """A file of the product with its symbols: for each name its definitions, each as a list and an index."""
 
-    def __init__(self, name: str, text: bytes) -> None:
-        super().__init__(text)
+    def __init__(self, name: str, text: bytes, tree: ast.Module | None = None) -> None:
+        super().__init__(text, tree)
         self.name = name
         self.symbols: dict[str, list[tuple[list[ast.AST], int]]] = {}
         self._collect(self.tree, "")
@@ -413,17 +413,20 @@ def read_all(root: Path, names: Sequence[str] = ()) -> list[Mutant]:
 
 
 class Product:
-    """The files of a tree that mutants change, each read and parsed once."""
+    """The files of a tree that mutants change, each read and parsed once. ``parsed`` gives the trees of the syntax of
+    files at these paths, where somebody has them anyway."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, parsed: Callable[[Path], ast.Module] | None = None) -> None:
+        self._root, self._parsed = root, parsed
         self._files: dict[str, File] = {}
 
     def file(self, name: str) -> File:
         """Raises ValueError."""
         if name not in self._files:
             try:
-                self._files[name] = File(name, (self._root / name).read_bytes())
+                path = self._root / name
+                text = path.read_bytes()
+                self._files[name] = File(name, text, None if self._parsed is None else self._parsed(path))
             except FileNotFoundError:
                 raise ValueError(f"there is no {name}{_nearest(name, self._names())}") from None
         return self._files[name]

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import first_calls
 import torch
 from equal import same, send
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -309,6 +310,36 @@ def _check_view(op: OpInfo, sample: SampleInput) -> None:
             view.mul_(0)
     if views:
         agree(remote.tensors, local.tensors, False, "operand under a view")
+
+
+def check_recorded(op: OpInfo, dtype: torch.dtype, count: int, layout: str) -> int:
+    """Records samples that can have the layout, each in a graph that no such call has gone before, and asserts that its
+    replay makes what the proxies say. How many there were; those that have to ask their node say so at their line."""
+    done = 0
+    for sample in samples(op, dtype, None, False):
+        if done == count:
+            break
+        local = Operands(op, sample, False, layout)
+        try:
+            local.call(op)
+        except Exception:
+            continue
+        if not local.laid or not all(map(_strided, local.tensors)):
+            continue
+        remote = Operands(op, sample, True, layout)
+        first_calls.forget()
+        dt.synchronize()
+        g = dt.Graph()
+        done += 1
+        try:
+            with dt.graph(g):
+                made = remote.call(op)
+            g.replay()
+        except dt.errors.GraphError:
+            continue
+        dt.synchronize()
+        true_to_node([leaf for leaf in tree_leaves(made) if isinstance(leaf, dt.DistributedTensor)])
+    return done
 
 
 def check_mistakes(op: OpInfo, late: bool) -> int:

@@ -57,10 +57,18 @@ def start(program: str, kernels: bool = False, visible: str | None = None, **set
     )
 
 
+def _said(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Returns what a program prints until its end. One that hangs is killed, or nothing would ever end this one."""
+    try:
+        return process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+
+
 def run(program: str, kernels: bool = False, visible: str | None = None, **settings: object) -> str:
     """Runs a program on simulated devices and returns what it prints. AssertionError where it fails."""
     with start(program, kernels, visible, **settings) as process:
-        out, err = process.communicate(timeout=HANG)
+        out, err = _said(process)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out}{err}"
     return out
 
@@ -68,7 +76,7 @@ def run(program: str, kernels: bool = False, visible: str | None = None, **setti
 def dies(program: str, kernels: bool = False, **settings: object) -> str:
     """Runs a program that a signal has to end, and returns what it says on its standard error."""
     with start(program, kernels, **settings) as process:
-        out, err = process.communicate(timeout=HANG)
+        out, err = _said(process)
     assert process.returncode < 0, f"exit code {process.returncode}\n{out}{err}"
     return err
 
@@ -78,7 +86,7 @@ _BEGIN = """
 import os
 os.environ.update({env!r})
 import torch, disttensor as dt
-session = dt.init_master_worker(nodes={nodes}, backend={backend!r})
+session = dt.init_master_worker(nodes={nodes}, backend={backend!r}, verify={verify})
 for name in {env!r}:
     del os.environ[name]
 assert not torch.cuda.is_available()
@@ -86,18 +94,30 @@ assert not torch.cuda.is_available()
 
 
 def run_session(
-    program: str, nodes: int = 2, backend: str = "shm", visible: str | None = None, **settings: object
+    program: str,
+    nodes: int = 2,
+    backend: str = "shm",
+    visible: str | None = None,
+    verify: float = 0.0,
+    limit: float = HANG,
+    **settings: object,
 ) -> str:
-    """Runs a script whose nodes have simulated devices, and which has none itself, and returns what it prints."""
+    """Runs a script whose nodes have simulated devices, and which has none itself, and returns what it prints.
+
+    ``limit``: seconds after which it hangs.
+    """
     env = environment(True, **settings) | {"OMP_NUM_THREADS": "1"}
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
-    return run_script(_BEGIN.format(env=env, nodes=nodes, backend=backend) + dedent(program) + "\ndt.shutdown()\n")
+    return run_script(
+        _BEGIN.format(env=env, nodes=nodes, backend=backend, verify=verify) + dedent(program) + "\ndt.shutdown()\n",
+        limit,
+    )
 
 
-def run_script(source: str) -> str:
+def run_script(source: str, limit: float = HANG) -> str:
     """Runs a script that has no devices itself, and returns what it prints. AssertionError where it fails."""
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])}
-    done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run([sys.executable, "-c", source], env=own, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

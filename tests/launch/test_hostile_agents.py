@@ -46,6 +46,7 @@ from disttensor.runtime.launch.tree.control import (
     Kill,
     LaunchFailed,
     Listening,
+    Look,
     Modules,
     NodeOutput,
     Order,
@@ -78,7 +79,7 @@ TOO_DEEP = framed_bytes(b"\x82\xa4type\xa5Knock\xa1z" + b"\x91" * 100_000)
 # ---- nodes that are real ---------------------------------------------------------------------------------------------
 
 ATTACKS = {
-    "text that is no UTF-8": (BAD_TEXT, "a frame of .* bytes that says nothing: 'utf-8' codec can't decode"),
+    "text that is no UTF-8": (BAD_TEXT, "a frame of .* bytes that says nothing: .*(?i:utf-8)"),
     "stream 9": (frame(NodeOutput(2, 9, b"stream nine\n")), "output of node 2 to stream 9; there are 1, 2"),
     "node 0's output": (frame(NodeOutput(0, 1, b"I AM NODE 0\n")), "NodeOutput of node 0, which is not one of its own"),
 }
@@ -129,13 +130,13 @@ def ask(launcher: JoinLauncher, agent: Agent, rank: int) -> None:
 
 def begin(launcher: JoinLauncher, agent: Agent, rank: int) -> None:
     ask(launcher, agent, rank)
-    agent.wire.say(Began(rank, 100 + rank))
+    agent.wire.send_message(Began(rank, 100 + rank))
     assert [type(event) for event in collect(launcher, 1)] == [Started]
 
 
 #: What the agent of node 1, which runs as process 101, says wrongly; and the cause of its loss.
 WRONG: list[tuple[msgspec.Struct | bytes, str]] = [
-    (BAD_TEXT, "'utf-8' codec can't decode byte 0xff"),
+    (BAD_TEXT, f"a frame of {len(BAD_TEXT) - 4} bytes that says nothing: "),
     (TOO_DEEP, "recursion"),
     (framed_bytes(b"\xc1"), "a frame of 1 bytes that says nothing"),
     (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes, the limit is"),
@@ -163,6 +164,24 @@ WRONG: list[tuple[msgspec.Struct | bytes, str]] = [
 ]
 
 
+def test_an_agent_may_answer_each_look(tmp_path: Path) -> None:
+    """Two are on their way before the first answer; a third answer is one too many."""
+    with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello("good")) as good:
+        begin(launcher, good, 0)
+        launcher.glance(0)
+        launcher.look(0)
+        assert [good.hears(Look) for _ in range(2)] == [Look(0, False), Look(0, True)]
+        good.wire.send_message(Seen(0, "R", stacks=False, cpu=2.0, lived=5.0))
+        good.wire.send_message(Seen(0, "S", stack="a stack"))
+        first, second = collect(launcher, 2)
+        assert (first.state, first.stacks, first.cpu, first.lived) == ("R", False, 2.0, 5.0)
+        assert (second.state, second.stacks, second.stack) == ("S", True, "a stack")
+        good.wire.send_message(Seen(0, "R"))
+        [event] = collect(launcher, 1)
+        assert isinstance(event, Exited)
+        assert "the sight of node 0, which it was not asked for" in event.cause
+
+
 def test_what_no_agent_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello("good")) as good:
         begin(launcher, good, 0)
@@ -170,7 +189,7 @@ def test_what_no_agent_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             with Agent(invitation, agent_hello("bad")) as bad:
                 begin(launcher, bad, 1)
                 os.write(bad.wire.fileno(), said if isinstance(said, bytes) else frame(said))
-                bad.wire.say(Ended(1, 101, 0, "it was let pass", ()))
+                bad.wire.send_message(Ended(1, 101, 0, "it was let pass", ()))
                 [event] = collect(launcher, 1)
                 assert isinstance(event, Exited), said
                 assert (event.rank, event.host, event.pid, event.code) == (1, "bad", 101, os.EX_PROTOCOL)
@@ -182,8 +201,8 @@ def test_what_no_agent_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
                 assert bad.hears(Refuse) == Refuse(f"cut off by the root: {event.cause}")
             launcher.kill(0, signal.SIGUSR1)
             assert good.hears(Kill) == Kill(0, signal.SIGUSR1)  # the root lives, and knows this one
-        good.wire.say(NodeOutput(0, 1, b"node 0 itself\n"))
-        good.wire.say(Ended(0, 100, 3, "exit code 3", ()))
+        good.wire.send_message(NodeOutput(0, 1, b"node 0 itself\n"))
+        good.wire.send_message(Ended(0, 100, 3, "exit code 3", ()))
         assert [event.cause for event in collect(launcher, 1)] == ["exit code 3"]
     out, err = capfd.readouterr()
     assert out == "[node 0] node 0 itself\n"
@@ -194,7 +213,7 @@ def test_what_no_agent_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 def test_a_number_that_no_process_has(pid: int, tmp_path: Path) -> None:
     with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello()) as agent:
         ask(launcher, agent, 0)
-        agent.wire.say(Began(0, pid))
+        agent.wire.send_message(Began(0, pid))
         [event] = collect(launcher, 1)
         assert isinstance(event, Exited)
         assert event.cause == f"what came was not an agent's: pid={pid}; it is 1 to {1 << 22}"
@@ -233,7 +252,7 @@ def test_first_frames_that_let_nobody_in(tmp_path: Path) -> None:
             with Agent(invitation, None) as bad:
                 os.write(bad.wire.fileno(), said if isinstance(said, bytes) else frame(said))
                 if isinstance(said, Ready | NodeOutput):
-                    bad.wire.say(agent_hello())
+                    bad.wire.send_message(agent_hello())
                 bad.ended(let_in=False)
         launcher.kill(0, signal.SIGUSR1)
         good.hears(Kill)
@@ -247,24 +266,24 @@ def test_answers_that_were_asked_for_are_taken_once(tmp_path: Path, capfd: pytes
     with job(tmp_path) as (launcher, invitation):
         with Agent(invitation, agent_hello()) as agent:
             begin(launcher, agent, 0)
-            launcher._wire.say(Flush(7))
+            launcher._wire.send_message(Flush(7))
             assert agent.hears(Flush) == Flush(7)
-            agent.wire.say(Flushed(7))
+            agent.wire.send_message(Flushed(7))
             launcher._await(lambda: launcher._flushed == 7, HANG)
             assert launcher._flushed == 7
-            agent.wire.say(Flushed(7))
-            agent.wire.say(Ended(0, 100, 0, "it was let pass", ()))
+            agent.wire.send_message(Flushed(7))
+            agent.wire.send_message(Ended(0, 100, 0, "it was let pass", ()))
             [event] = collect(launcher, 1)
             assert "an answer to Flush 7, which it was not asked, or has answered" in event.cause
         with Agent(invitation, agent_hello()) as agent:
             begin(launcher, agent, 0)
-            launcher._wire.say(EndSession(0))
+            launcher._wire.send_message(EndSession(0))
             agent.hears(EndSession)
-            agent.wire.say(Ended(0, 100, 0, "exit code 0", ()))
-            agent.wire.say(SessionEnded())
+            agent.wire.send_message(Ended(0, 100, 0, "exit code 0", ()))
+            agent.wire.send_message(SessionEnded())
             launcher._await(lambda: launcher._rested, HANG)
             assert launcher._rested
-            agent.wire.say(SessionEnded())
+            agent.wire.send_message(SessionEnded())
             agent.ended()
     cause = "what came was not an agent's: the end of a session that was not to end"
     assert capfd.readouterr().err == f"[a] disttensor: this host is cut off: {cause}\n"  # it has no node
@@ -299,7 +318,7 @@ def test_an_agent_that_sends_output_without_end_is_cut_off(tmp_path: Path) -> No
                 begin(launcher, bad, 1)
                 sent, piece = 0, NodeOutput(1, 1, b"x" * (LONG - 1) + b"\n")
                 while not bad.wire.ended and sent < 2 * (CREDIT + LAST):
-                    bad.wire.say(piece)
+                    bad.wire.send_message(piece)
                     bad.wire.push(HANG)
                     bad.wire.hear()
                     sent += LONG
@@ -315,7 +334,7 @@ def test_output_that_is_shown_lets_an_agent_send_more(tmp_path: Path, capfd: pyt
     with job(tmp_path) as (launcher, invitation), Agent(invitation, agent_hello()) as agent:
         begin(launcher, agent, 0)
         for text in (b"a" * 999 + b"\n", b"b\n"):
-            agent.wire.say(NodeOutput(0, 1, text))
+            agent.wire.send_message(NodeOutput(0, 1, text))
             assert agent.hears(OutputAck) == OutputAck(len(text))
     assert capfd.readouterr().out == "[node 0] " + "a" * 999 + "\n[node 0] b\n"
 
@@ -355,13 +374,13 @@ def test_reasons_do_nothing_to_a_terminal(tmp_path: Path) -> None:
         evil = "\x1b]0;title\x07\x1b[2Jx\x9b2J\u202ey\r"
         with Agent(invitation, agent_hello()) as agent:
             begin(launcher, agent, 0)
-            agent.wire.say(Ended(0, 100, 3, evil + "z" * 100_000, (evil,) * 50))
+            agent.wire.send_message(Ended(0, 100, 3, evil + "z" * 100_000, (evil,) * 50))
             [event] = collect(launcher, 1)
             assert event.cause.startswith("x\ufffd2J\ufffdy\ufffdzzz")
             assert len(event.cause) == 4000
             assert event.tail == ("x\ufffd2J\ufffdy\ufffd",) * 20
             begin(launcher, agent, 0)
-            agent.wire.say(LaunchFailed(f"two\nlines{evil}", (evil,) * 50))
+            agent.wire.send_message(LaunchFailed(f"two\nlines{evil}", (evil,) * 50))
             [event] = collect(launcher, 1)
             assert event.cause == "no node can be started there: two\nlinesx\ufffd2J\ufffdy\ufffd"
             assert event.tail == ("x\ufffd2J\ufffdy\ufffd",) * 20
@@ -411,15 +430,15 @@ def test_what_the_root_itself_gets_wrong_loses_the_one_who_caused_it(
 
     with root_here() as (root, _), joined(root) as (first, one), joined(root) as (second, two):
         for wire, name in ((one, "a"), (two, "b")):
-            wire.say(agent_hello(name))
+            wire.send_message(agent_hello(name))
         root.loop.turn(HANG)
         for rank in range(2):
             root._seats.ask(Start(msgspec.structs.replace(bundles("x")[0], rank=rank), ""))
         root._deal()
         with monkeypatch.context() as patch:
-            patch.setattr(Printer, "take", fail)
+            patch.setattr(Printer, "feed", fail)
             [rank] = root._seats.of(first)
-            one.say(NodeOutput(rank, 1, b"x\n"))
+            one.send_message(NodeOutput(rank, 1, b"x\n"))
             root.loop.turn(HANG)
         cause = "the root failed at what its agent has sent: KeyError: 'a defect'"
         assert first.gone == (cause, os.EX_SOFTWARE, ())
@@ -436,7 +455,7 @@ def test_an_agent_knows_before_its_first_node_how_long_it_may_hear_nothing() -> 
     with root_here() as (root, _), joined(root) as (_, one), joined(root) as (_, two):
         root.spec = LaunchSpec("join", silence=Silence(1, 2, 3))
         for wire, name in ((one, "a"), (two, "b")):
-            wire.say(agent_hello(name))
+            wire.send_message(agent_hello(name))
         root.loop.turn(HANG)
         for rank in range(2):
             root._seats.ask(Start(msgspec.structs.replace(bundles("x")[0], rank=rank), ""))

@@ -79,9 +79,9 @@ def test_nodes_join_by_a_connection_file(job: Job, tmp_path: Path) -> None:
         assert seated(first) == (0, 0, 1)
         assert seated(second) == (1, 0, 1)
         until(lambda: not path.exists())  # nobody else may come, so nobody needs it
-        second.wire.say(Ready(1))
-        second.wire.say(Began(1, 4712))
-        second.wire.say(Ended(1, 4712, 3, "exit code 3", ("its last words",)))
+        second.wire.send_message(Ready(1))
+        second.wire.send_message(Began(1, 4712))
+        second.wire.send_message(Ended(1, 4712, 3, "exit code 3", ("its last words",)))
         assert collect(launcher, 2) == [
             Started(1, 4712, "b"),
             Exited(1, 4712, "exit code 3", 3, ("its last words",), "b"),
@@ -188,7 +188,7 @@ def test_another_protocol_is_refused_with_both_versions(job: Job) -> None:
     launcher.start(asked("x"))
     invitation = find_rendezvous(url).invitation(LIMIT)
     with Agent(invitation, None) as agent, within(1.0):
-        agent.wire.say(agent_hello("old", protocol=PROTOCOL + 1))
+        agent.wire.send_message(agent_hello("old", protocol=PROTOCOL + 1))
         why = agent.hears(Refuse).why
         mine = f"disttensor {VERSION} (protocol {PROTOCOL})"
         assert why.startswith(f"old has disttensor {VERSION} (protocol {PROTOCOL + 1}), and {gethostname()}, where ")
@@ -272,7 +272,7 @@ def test_an_agent_that_hangs_up_loses_its_nodes(job: Job) -> None:
     launcher.start(asked("x"))
     with Agent(find_rendezvous(url).invitation(LIMIT), agent_hello("a")) as agent:
         agent.hears(Start)
-        agent.wire.say(Began(0, 4712))
+        agent.wire.send_message(Began(0, 4712))
         assert collect(launcher, 1) == [Started(0, 4712, "a")]
     [event] = collect(launcher, 1)
     assert (event.rank, event.pid, event.host) == (0, 4712, "a")
@@ -311,7 +311,7 @@ def test_one_that_says_nonsense_is_lost_and_hurts_nobody(
             [event] = collect(launcher, 1)
         assert event.host == "b"
         assert event.cause.startswith("what came was not an agent's: ")
-        good.wire.say(Began(0, 4712))
+        good.wire.send_message(Began(0, 4712))
         assert collect(launcher, 1) == [Started(0, 4712, "a")]
     assert not list(Path().iterdir())
 

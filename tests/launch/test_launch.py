@@ -112,7 +112,7 @@ def test_orders_that_a_busy_server_takes_late_reach_it() -> None:
         while orders := server.hear():
             for order in orders:
                 assert isinstance(order, Start)
-                server.say(Began(order.bundle.rank, 1))
+                server.send_message(Began(order.bundle.rank, 1))
             launcher.events()
             begun += len(orders)
         assert begun == most
@@ -281,7 +281,7 @@ def test_output_that_goes_up() -> None:
     """To a boss that shows it: as it came, and not more at a time than that one takes."""
     sock, process = spawn_server(STUBS, output=Output(upward=True))
     wire: FramedSocket[News] = FramedSocket(News, sock.detach())
-    wire.say(Start(bundles("flood")[0], "stub_workers:act"))
+    wire.send_message(Start(bundles("flood")[0], "stub_workers:act"))
     text, untold, rounds, ended = b"", 0, 0, False
     while not ended:
         assert select.select([wire], [], [], HANG)[0]
@@ -293,7 +293,7 @@ def test_output_that_goes_up() -> None:
             ended = isinstance(news, Ended)
         assert untold <= CREDIT + (2 << 16)  # one more piece, and what is left in the pipe when the node ends
         if untold > CREDIT:  # nothing more comes before this
-            wire.say(OutputAck(untold))
+            wire.send_message(OutputAck(untold))
             untold, rounds = 0, rounds + 1
     assert text == b"".join(b"%06d %s\n" % (i, b"x" * 40) for i in range(40_000))
     assert rounds >= 4

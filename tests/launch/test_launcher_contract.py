@@ -91,9 +91,9 @@ class Repeating(LocalLauncher):
 
 
 class Reckless(LocalLauncher):
-    def end(self, rank: int) -> None:
+    def end_worker(self, rank: int) -> None:
         for each in (0, 1, 2):
-            super().end(each)
+            super().end_worker(each)
 
 
 class Impatient(LocalLauncher):

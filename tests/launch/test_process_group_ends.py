@@ -83,4 +83,4 @@ def test_nccl() -> None:
         return dist.get_backend(), x.sum().item()
 
     with dt.init_master_worker(nodes=2):
-        assert dt.run(total, node=[0, 1], distributed=True) == [("nccl", 8.0)] * 2
+        assert dt.run(total, node=[0, 1], distributed=True) == [("cpu:gloo,cuda:nccl", 8.0)] * 2

@@ -204,7 +204,7 @@ def test_a_wire_that_has_ended_is_not_waited_for(pipes: bool) -> None:
         inn, out, theirs = ours.detach(), None, [other.detach()]
     loop = EventLoop()
     with FramedSocket(Order, inn, out) as wire:
-        wire.say(Modules(bytes(4 << 20)))
+        wire.send_message(Modules(bytes(4 << 20)))
         wire.watch_room(loop)
         assert wire.pending
         for fd in theirs:
@@ -222,7 +222,7 @@ def test_what_is_too_much_for_a_wire_at_once_goes_on_in_the_next_turn() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     class Slow(Branch):
-        def say(self, order: object) -> None:
+        def send_order(self, order: object) -> None:
             pass
 
         def push(self) -> None:

@@ -185,12 +185,12 @@ def test_nodes_do_not_go_on_by_what_was_on_its_way_for_long() -> None:
         def look(at: float) -> tuple[Beat, Seen]:
             """What an agent answers to a beat, and whether its node is paused then."""
             for order in (Beat(silence, at), Look(0)):
-                wire.say(order)
+                wire.send_message(order)
             wire.push(HANG)
             return hear(Beat), hear(Seen)
 
         hear(Ready)
-        wire.say(Start(bundles("serve")[0], "stub_workers:act"))
+        wire.send_message(Start(bundles("serve")[0], "stub_workers:act"))
         wire.push(HANG)
         pid = hear(Began).pid
         beat, seen = look(0.0)

@@ -90,13 +90,13 @@ def test_nonsense(data: bytes) -> None:
 
 USE = """
 import inspect, json, sys, traceback
-from disttensor.runtime.launch.tree.shipping import adopt
+from disttensor.runtime.launch.tree.shipping import import_shipped
 folder, packed = sys.argv[1:]
 sys.path.insert(0, folder)
 try:
     import absent  # as on a host that has looked there before
 except ImportError: pass
-took = adopt(open(packed, "rb").read())
+took = import_shipped(open(packed, "rb").read())
 import beside, umlaut, package.deep.lowest
 try:
     beside.fail()
@@ -140,7 +140,7 @@ def test_where_they_are_imported(project: Path, tmp_path: Path, there: str) -> N
 
 def test_nodes_import_them() -> None:
     launcher = LocalLauncher("stub_workers:act", STUBS)
-    launcher._wire.say(Modules(Sources("/nowhere/project", {"lent.py": b"value = 5"}).pack()))
+    launcher._wire.send_message(Modules(Sources("/nowhere/project", {"lent.py": b"value = 5"}).pack()))
     launcher.start(bundles("borrow"))
     ended = [e for e in collect(launcher, 2) if isinstance(e, Exited)]
     launcher.stop(0)

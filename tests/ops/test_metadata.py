@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import first_calls
 import pytest
 import torch
 from operator_database import NODE, strides, true_to_node
@@ -13,7 +14,7 @@ from telling import said
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.dispatch import meta_inference, trial
+from disttensor.dispatch import meta_inference, rehearsal, trial
 from disttensor.dispatch.op_table import entries
 from disttensor.runtime.protocol.errors import GeometryError
 
@@ -124,7 +125,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, Any], None
 
     def forget(op: Any) -> None:
         if id(op) in entries:
-            entries[id(op)].forget()
+            entries[id(op)].drop_plans()
 
     monkeypatch.setattr(meta_inference, "infer", inferred)
     monkeypatch.setattr(trial, "tried", lambda *_: trial.Found(False))  # this CPU's kernel does as the meta kernel says
@@ -204,6 +205,59 @@ def test_a_graph_compares_in_its_first_replay(wrong: Any) -> None:
     g.replay()
     with pytest.raises(GeometryError, match="aten::expm1 gave"):
         dt.synchronize()
+
+
+#: Calls of which torch's meta kernels tell other strides, or nothing: for a column of a matrix of one row, and others.
+FIRST_IN_A_GRAPH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "relu": torch.relu,
+    "times a number": lambda x: x * 2,
+    "clamp": lambda x: x.clamp(min=0),
+    "beside another": lambda x: torch.logaddexp(x, x.contiguous()),
+    "conjugate": lambda x: torch.relu(torch.view_as_complex(torch.stack([x, x], -1)).conj().imag),
+    "several": lambda x: torch.frexp(x),
+    "empty": lambda x: torch.empty_like(x).fill_(3),
+    "no meta kernel": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
+    "refuses zeros": lambda x: (
+        torch.arange(3, device=x.device).view(3, 1).t()[..., None] // torch.full((2,), 2, device=x.device)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_IN_A_GRAPH)
+def test_a_first_call_while_a_graph_is_recorded(name: str) -> None:
+    """Nobody can be asked what it makes of its operands, so its node is asked what it makes of others that lie so."""
+    call = FIRST_IN_A_GRAPH[name]
+    local = [torch.arange(1.0, 7.0).view(1, 6).t(), torch.arange(1.0, 7.0).view(6, 1).t(), torch.ones(4, 3, 1)[::2]]
+    expected = [t for x in local for t in leaves(call(x))]
+    xs = [there(x) for x in local]
+    dt.synchronize()
+    first_calls.forget()
+    g = dt.Graph()
+    with dt.graph(g):
+        made = [t for x in xs for t in leaves(call(x))]
+    g.replay()
+    dt.synchronize()
+    assert [x.stride() for x in made] == [x.stride() for x in expected]
+    true_to_node(made)
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(made, expected, strict=True))
+
+
+def test_a_loss_while_the_node_is_asked_beside_a_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node refuses nothing then: who goes on would be told by nobody, and the loss counts as told."""
+
+    def lost(function: Any) -> Any:
+        raise dt.NodeLost(0, cause="killed")
+
+    x = there(torch.arange(1.0, 7.0).view(1, 6).t())
+    dt.synchronize()
+    first_calls.forget()
+    monkeypatch.setattr(rehearsal, "unwarned", lost)
+    with pytest.raises(dt.NodeLost, match="killed"), dt.graph(dt.Graph()):
+        x * 2
+
+
+def leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
 def test_only_the_first_call_is_longer() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import first_calls
 import pytest
 import torch
 
@@ -259,6 +260,32 @@ def test_what_is_cut(sources: list[Sources]) -> None:
                 turned = [torch.cat([part] * NODES, d) for part in cut]
                 made.append((all_to_all(s.mesh, over="dp", split=d, cat=d), turned))
     assert len(made) >= 12
+    check(made)
+
+
+#: What torch's meta kernels lay otherwise than its kernels do, or have no word for.
+CALLS: list[Callable[[Any], Any]] = [
+    torch.relu,
+    lambda t: t * 2,
+    lambda t: t.clamp(min=1),
+    lambda t: torch.maximum(t, t.contiguous()),
+    lambda t: torch.empty_like(t).fill_(3),
+    lambda t: torch.nn.functional.layer_norm(t.unsqueeze(-1), (1,)),
+]
+
+
+def test_first_calls_in_graphs(sources: list[Sources]) -> None:
+    """Nothing runs while a graph is recorded: the nodes are asked beside it what calls of operands that lie so make."""
+    made: list[tuple[Any, list[torch.Tensor]]] = []
+    for s in sources:
+        gpu = s.x.to(dt.device(1, "cuda:0"))
+        for x, stream in ((s.x, None), (s.x, dt.Stream(1)), (s.mesh, None), (gpu, None)):
+            first_calls.forget()
+            g = dt.Graph()
+            with dt.stream(stream), dt.graph(g):
+                results = [call(x) for call in CALLS]
+            g.replay()
+            made += [(result, [call(s.here)]) for result, call in zip(results, CALLS, strict=True)]
     check(made)
 
 

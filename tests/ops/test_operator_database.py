@@ -183,6 +183,27 @@ def check_laid(name: str, layout: str, count: int) -> None:
         pytest.xfail("no sample can lie so")
 
 
+def recorded(every: int) -> list[Any]:
+    """Operators that work and whose names' hashes are multiples of ``every``."""
+    names = [n for n in database.OPERATORS if first(n) is not None and FAILS.get(n) not in (SPARSE, MEMORY)]
+    return [n for n in names if not crc32(n.encode()) % every]
+
+
+@pytest.mark.parametrize("layout", ["permuted", "batch_of_one"])
+@pytest.mark.parametrize("name", recorded(12))
+def test_first_calls_in_graphs(name: str, layout: str) -> None:
+    dtype = first(name)
+    assert dtype is not None
+    database.check_recorded(database.OPERATORS[name], dtype, 2, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(database.LAYOUTS))
+@pytest.mark.parametrize("name", recorded(1))
+def test_all_first_calls_in_graphs(name: str, layout: str) -> None:
+    test_first_calls_in_graphs(name, layout)
+
+
 #: What they refuse depends on the data, in some of torch's tests of errors.
 LATE = frozenset({"gather", "scatter", "scatter_add", "multinomial"})
 

@@ -130,7 +130,7 @@ def step(pool: list[torch.Tensor], learned: list[object], name: str, i: int, j: 
             case "pickled":
                 back = pickle.loads(pickle.dumps(x))
                 pool.append(back.to(x.device, copy=True))
-                learned.append(back.cpu().untyped_storage().tolist())
+                learned += [z.cpu().untyped_storage().tolist() for z in (back, *getattr(back, "held", ()))]
             case "grad":
                 w = x.detach().requires_grad_()
                 (w * y).sum().backward()
@@ -240,6 +240,11 @@ def test_random_programs(program: list[Step]) -> None:
 @given(st.lists(STEPS, min_size=10, max_size=25))
 def test_random_programs_on_a_mesh(program: list[Step]) -> None:
     check_on_a_mesh(program)
+
+
+def test_what_a_pickled_tensor_holds_on_a_mesh() -> None:
+    """A copy of a tensor that differs between ranks, which one that does not differ holds."""
+    check_on_a_mesh([("held", 2, 0, 0), ("pickled", 2, 0, 0)])
 
 
 @pytest.mark.slow

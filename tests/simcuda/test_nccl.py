@@ -681,6 +681,16 @@ def test_the_data_channel():
     run_session(
         SESSION
         + """
+# a rank that has nothing to give makes the communicator with the others all the same, and they hear why
+xs = up(local())
+xs[0] = torch.empty(1 << 40, device=places[0])[:1000]
+dt.all_reduce(xs, algorithm="native")
+try:
+    xs[1].cpu()
+except torch.OutOfMemoryError as error:
+    assert "node 0" in str(error) + "".join(error.__notes__), error
+else:
+    raise AssertionError
 for op, dtype, want in (
     ("SUM", torch.float32, lambda xs: xs.sum(0)), ("AVG", torch.float64, lambda xs: xs.mean(0)),
     ("PRODUCT", torch.int64, lambda xs: xs.prod(0)), ("MAX", torch.int32, lambda xs: xs.amax(0)),
@@ -833,6 +843,35 @@ dt.all_reduce(ys := up(local()[:2]), "AVG", algorithm="native")
 same(ys[1], sum(local()[:2]) / 2)
 assert communicators([0, 1]) == [1, 1], "the broken one has ended"
 """,
+    "threads of a script at once, beside copies from node to node": """
+import threading
+whole, wrong = torch.stack(local()), []
+def reduced(me, k):
+    dt.all_reduce(xs := up([x + me + k for x in local()]), algorithm="native" if me else "ring")
+    for x in xs:
+        same(x, whole.sum(0) + N * (me + k))
+def spread(me, k):
+    dt.broadcast(xs := up([x * (me + k) for x in local()]), k % N, algorithm="native")
+    for x in xs:
+        same(x, whole[k % N] * (me + k))
+def moved(me, k):
+    x, *_ = up(local())
+    for place in [*places[1:], places[0]] * 2:
+        x = (x + 1).to(place)
+    same(x, whole[0] + 2 * N)
+def turns(me, work):
+    try:
+        for k in range(6):
+            work(me, k)
+    except BaseException as error:
+        wrong.append(error)
+works = (reduced, reduced, spread, moved)
+threads = [threading.Thread(target=turns, args=each) for each in enumerate(works)]
+[t.start() for t in threads]; [t.join() for t in threads]
+if wrong:
+    raise wrong[0]
+assert communicators(range(N)) == [1] * N, "they share it"
+""",
     "functions as ranks": """
 def ranks(x):
     import torch.distributed as dist
@@ -847,6 +886,44 @@ for _ in range(2):
         assert "nccl" in backend and kind == "cuda", (backend, kind)
         same(y, torch.stack(local()).sum(0))
         same(z, torch.stack(local()).sum(0) + N)
+""",
+    # 0: before there is a communicator of these ranks; 1: in a group that the function has made; 2: where the others
+    # would go on for ever without the results; 3: by a kill
+    "functions whose ranks wait for one that does not come": """
+import time
+import torch.distributed as dist
+def ranks(x, what):
+    me, last = dist.get_rank(), dist.get_world_size() - 1
+    if what == 1:
+        some = dist.new_group([0, last])
+        if me in (0, last):
+            dist.all_reduce(x.clone(), group=some)
+            torch.cuda.synchronize()
+    elif what >= 2:
+        some = None
+        dist.all_reduce(x.clone())
+        torch.cuda.synchronize()
+    if me == last:
+        if what < 3:
+            raise ValueError("not I")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x, group=some if me == 0 and what else None)  # on the device nothing ends this
+    while what == 2:
+        time.sleep(0.01)
+    torch.cuda.synchronize()
+for what, kind in enumerate((ValueError, ValueError, ValueError, dt.NodeLost)):
+    try:
+        dt.run(ranks, dt.tasks.Each(up(local())), what, node=range(N), distributed=True)
+    except kind as error:
+        assert "and 2 other nodes broke off, as ranks wait for each other" in error.__notes__, (what, error.__notes__)
+    else:
+        raise AssertionError(what)
+def reduced(x):
+    dist.all_reduce(x)
+    return x
+for total in dt.run(reduced, dt.tasks.Each(up(local()[:2])), node=[0, 1], distributed=True):
+    same(total, sum(local()[:2]))
+assert communicators([0, 1]) == [1, 1], "the broken ones have ended"
 """,
 }
 

@@ -194,3 +194,61 @@ SOURCES = [
 def test_they_compute_what_the_cpu_does():
     out = run(PROGRAM.replace("SOURCES", repr([f"({source},)" for source in SOURCES])), kernels=True, delay_ms=0)
     assert out == f"{len(SOURCES)}\ncompared\n", out
+
+
+#: Views that torch's meta kernels lay other results for than its kernels do: dimensions of one element, steps, none.
+VIEWS = [
+    "torch.ones(1, 6).t()",
+    "torch.ones(6, 1).t()",
+    "torch.ones(2, 1, 3).transpose(0, 1)",
+    "torch.ones(4)[1:2].as_strided((1, 1), (7, 3))",
+    "torch.ones(4, 6)[:, ::2]",
+    "torch.ones(4, 3).t()",
+    "torch.ones(4).expand(3, 4)",
+    "torch.ones(3, 2, 4, 1).permute(0, 3, 1, 2)",
+    "torch.ones(3, 0).t()",
+]
+#: Calls for which torch has one function that lays the results, for CPUs and CUDA. Its own code for CUDA, run once with
+#: launches that did nothing, laid them as a CPU's does, except for the seven that want a compiler. It did not for those
+#: that are two functions: foreach, dropout, ``rms_norm``, ``logsigmoid``.
+IN_COMMON = [
+    *(f"torch.{name}(x)" for name in UNARY),
+    *(f"torch.{name}(x, {other})" for name in BINARY for other in ("x", "x.contiguous()", "x[:1]")),
+    *(f"torch.{name}(x, x.double())" for name in ("add", "mul", "maximum", "atan2", "lt")),
+    *(
+        f"torch.{name}({both})"
+        for name in ("add", "sub", "mul", "div", "pow", "eq", "gt")
+        for both in ("x, 2", "2 - x, x")
+    ),
+    *(
+        f"F.{name}(x)"
+        for name in ("relu", "gelu", "silu", "elu", "leaky_relu", "softplus", "hardtanh", "mish", "hardswish")
+    ),
+    *("x.clamp(-1, 1)", "x.clamp(min=0)", "torch.where(x > 0, x, 2)", "torch.lerp(x, x * 2, .5)", "x.half() + x"),
+    *("x.flip(0)", "x.tril()", "x.renorm(2, 0, 1)", "F.hardsigmoid(x)", "torch.polar(x, x)", "x.sum(0)", "x.amax(1)"),
+    *("F.mse_loss(x, x, reduction='none')", "F.prelu(x, x.new_ones(1))", "torch.frexp(x)[0]", "~(x > 0)", "x % 2"),
+    *("torch.add(x, x, out=x.new_empty(0))", "torch.abs(x, out=x.new_empty(0))", "x.clone().relu_()"),
+    *("torch.addcmul(x, x, x)", "F.threshold(x, 0, 1)", "x.masked_fill(x > 0, 2)", "x.clone()", "x.double()", "-x * x"),
+]
+LAID = """
+import torch, warnings
+from torch.nn import functional as F
+
+warnings.simplefilter("ignore")  # of operators that torch will change
+
+wrong = []
+for view in VIEWS:
+    here, there = (eval(view.replace(")", f", device={device!r})", 1)) for device in ("cpu", "cuda"))
+    assert here.stride() == there.stride()
+    for source in IN_COMMON:
+        found, expected = (eval(source, {"torch": torch, "F": F, "x": x}).stride() for x in (there, here))
+        if found != expected:
+            wrong.append(f"{source} of {view}: {found}, here {expected}")
+print(len(VIEWS), len(IN_COMMON), *wrong, sep="\\n")
+"""
+
+
+def test_results_lie_as_those_of_kernels():
+    """Meta kernels tell of other strides: torch's own code for CUDA lays these results as a CPU's does."""
+    out = run(LAID.replace("VIEWS", repr(VIEWS)).replace("IN_COMMON", repr(IN_COMMON)), kernels=True, delay_ms=0)
+    assert out == f"{len(VIEWS)}\n{len(IN_COMMON)}\n", out

@@ -355,6 +355,103 @@ assert end()[0] == 901
     )
 
 
+CAPTURES = """
+import threading
+s, t, other = stream(), stream(), event(UNTIMED)
+def begin(on=s, mode=0): call("cudaStreamBeginCapture", on, mode)
+def end(on=s):
+    graph = ctypes.c_size_t()
+    return code("cudaStreamEndCapture", on, ctypes.byref(graph))
+def elsewhere(work):
+    # returns what a call says in another thread
+    said = []
+    thread = threading.Thread(target=lambda: said.append(work()))
+    thread.start(); thread.join()
+    return said[0]
+def query(): return code("cudaEventQuery", other)
+def allocate():
+    got = ctypes.c_size_t()
+    return code("cudaMalloc", ctypes.byref(got), 8)
+def as_mode(mode, work):
+    kept = ctypes.c_int(mode)
+    call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(kept))
+    try:
+        return work()
+    finally:
+        call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(kept))
+GLOBAL, OF_THREAD, RELAXED = 0, 1, 2
+"""
+
+
+def test_what_else_a_capture_refuses():
+    """By CUDA's numbers, and that the graph is lost then: two captures that would become one, an end on another stream
+    or in another thread, work of the legacy stream beside a blocking one's, waits for what is captured."""
+    run(
+        BEGIN
+        + CAPTURES
+        + """
+memory = malloc(8)
+begin(); begin(t)
+call("cudaEventRecord", other, t)
+assert code("cudaStreamWaitEvent", s, other, 0) == 902, "a merge"
+assert (end(), end(t)) == (901, 901)
+begin()
+call("cudaEventRecord", other, s)
+call("cudaStreamWaitEvent", t, other, 0)
+assert end(t) == 903, "unmatched"
+call("cudaEventRecord", other, t)
+call("cudaStreamWaitEvent", s, other, 0)
+assert end() == SUCCESS
+blocking = stream(0)
+begin(blocking)
+assert code("cudaMemsetAsync", memory, 0, 8, 0) == 906, "implicit"
+assert end(blocking) == 901
+for wait in ("cudaEventQuery", "cudaEventSynchronize"):
+    begin()
+    call("cudaEventRecord", other, s)
+    assert code(wait, other) == 907, "captured"
+    assert end() == 901
+begin()
+assert code("cudaStreamQuery", s) == 900
+assert end() == 901
+begin()
+assert code("cudaDeviceSynchronize") == 900
+assert end() == 901
+for mode in (GLOBAL, OF_THREAD):
+    begin(mode=mode)
+    assert elsewhere(end) == 908, "another thread's"
+    assert end() == SUCCESS
+begin(mode=RELAXED)
+assert elsewhere(end) == SUCCESS
+assert code("cudaStreamBeginCapture", 0, 0) == 900, "the legacy stream"
+"""
+    )
+
+
+def test_whose_calls_a_capture_refuses():
+    """What allocates or asks for an event's state: of all threads where a capture is global, unless they have relaxed
+    that for captures of others; of its own where it is its thread's; of none where either is relaxed."""
+    run(
+        BEGIN
+        + CAPTURES
+        + """
+call("cudaEventRecord", other, t)
+call("cudaEventSynchronize", other)
+for work in (query, allocate):
+    for mode, here, there in ((GLOBAL, 900, 900), (OF_THREAD, 900, SUCCESS), (RELAXED, SUCCESS, SUCCESS)):
+        for run, wanted in ((lambda work: work(), here), (elsewhere, there)):
+            begin(mode=mode)
+            assert run(work) == wanted, (work, mode, wanted)
+            assert end() == (901 if wanted else SUCCESS)
+    for own, here, there in ((OF_THREAD, 900, SUCCESS), (RELAXED, SUCCESS, SUCCESS)):
+        for run, wanted in ((lambda work: work(), here), (elsewhere, there)):
+            begin()
+            assert run(lambda: as_mode(own, work)) == wanted, (work, own, wanted)
+            assert end() == (901 if wanted else SUCCESS)
+"""
+    )
+
+
 def test_what_is_not_written_aborts_with_its_name():
     assert "simcuda: cudaMallocManaged: is not written" in dies(BEGIN + 'code("cudaMallocManaged")')
 

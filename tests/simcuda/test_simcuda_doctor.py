@@ -89,6 +89,28 @@ finds(g.peers, "what comes to cuda:1 is not what cuda:0 has sent", torch.Tensor,
 
 
 @pytest.mark.slow
+def test_the_row_of_the_devices_that_nodes_would_have():
+    """In the doctor's other rows; NVIDIA's driver files, which say what GPUs a host has, are not simulated."""
+    out = run(
+        """
+import torch
+from disttensor.cli import self_test
+print(self_test.devices(torch))
+torch.cuda.is_available = lambda: False
+print(self_test.devices(torch))
+""",
+        visible="0,1",
+        devices=2,
+        memory="2G",
+    )
+    right, wrong = out.splitlines()
+    assert f"state='{OK}'" in right
+    assert "cuda:0 simcuda device 0 (2.0 GiB), cuda:1 simcuda device 1 (2.0 GiB)" in right
+    assert f"state='{WRONG}'" in wrong
+    assert "2 GPUs, of which torch sees none" in wrong
+
+
+@pytest.mark.slow
 def test_devices_that_refuse_each_other():
     out = run(
         "from disttensor.cli import gpu_trial as g\nprint(g.outcome(*g.STEPS[4])[0])", True, "0,1", devices=2, peers=0

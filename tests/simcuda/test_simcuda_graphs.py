@@ -153,6 +153,34 @@ same(x, torch.ones(M))
     )
 
 
+@pytest.mark.slow
+def test_random_numbers():
+    """A replay draws what the same calls would draw, from where the generator is then, and moves that on."""
+    run(
+        BEGIN
+        + """
+x, graph = torch.empty(50, device="cuda"), cuda.CUDAGraph()
+with cuda.graph(graph):
+    x.normal_()
+    y = torch.rand(50, device="cuda")
+def replayed():
+    graph.replay()
+    return [x + 0, y + 0]
+def eager():
+    return [torch.empty(50, device="cuda").normal_(), torch.rand(50, device="cuda")]
+for seed in (5, 6):
+    both = []
+    for work in (replayed, eager):
+        cuda.manual_seed(seed)
+        both.append([*work(), *work(), torch.rand(50, device="cuda")])
+    for found, wanted in zip(*both, strict=True):
+        same(found, wanted)
+    assert not torch.equal(both[0][1].cpu(), both[0][3].cpu()), "each replay draws anew"
+""",
+        kernels=True,
+    )
+
+
 ENGINE = (
     BEGIN
     + """
@@ -261,8 +289,12 @@ for k in range(8):
     same(twice, wanted * 2)
 same(there, here)
 assert graph.engines() == {0: [("cudagraph", "")]}, graph.engines()
-del graph, loss
+passing.clear()
 torch.node.empty_cache(home)
+held = torch.node.memory_reserved(home)
+del graph, loss, lr
+torch.node.empty_cache(home)
+assert torch.node.memory_reserved(home) < held, "the graph's pool is free"
 same(step(a, b, there, 0.1), step(x + 7 / 8, y, here, 0.1))
 """,
         nodes=1,
@@ -270,8 +302,9 @@ same(step(a, b, there, 0.1), step(x + 7 / 8, y, here, 0.1))
 
 
 @pytest.mark.slow
-def test_graphed_functions_and_two_graphs_on_a_node():
-    """Inputs that are other tensors each time, and a graph whose input is what another one makes."""
+def test_graphed_functions_and_graphs_on_a_node():
+    """Inputs that are other tensors each time; a graph whose input is what another one makes; one that draws; and one
+    that can't be captured, as it takes something to the CPU."""
     run_session(
         STEP
         + """
@@ -291,8 +324,28 @@ for k in range(9):
     first.replay()
     second.replay()
     same(v, (w * k).cumsum(0) @ (w + 1).t())
-for graph in (first, second):
+third, fourth = dt.Graph(), dt.Graph()
+with dt.graph(third, engine="cudagraph"):
+    dropped = F.dropout(w0, 0.5)
+torch.manual_seed(7)
+drawn = []
+for k in range(6):
+    third.replay()
+    drawn.append(dropped.cpu())
+torch.manual_seed(7)
+for found in drawn:
+    same(found, F.dropout(w0, 0.5).cpu())
+for graph in (first, second, third):
     assert graph.engines() == {0: [("cudagraph", "")]}, graph.engines()
+
+with dt.graph(fourth, engine="cudagraph"):
+    low = (w0 * 2).to(dt.device(0, "cpu")) + 1
+for k in range(6):
+    w0.copy_(w * k)
+    fourth.replay()
+    same(low, w * k * 2 + 1)
+(((used, why),),) = fourth.engines().values()
+assert used == "interpreter" and "makes a tensor elsewhere" in why, (used, why)
 """,
         nodes=1,
     )

@@ -283,6 +283,9 @@ del z
 assert torch.node.memory_allocated(one) == 20 * M and torch.node.memory_reserved(one) == 60 * M
 torch.node.reset_peak_memory_stats(one)
 assert torch.node.max_memory_allocated(one) == 20 * M
+assert torch.node.memory_stats(one)["allocated_bytes.all.allocated"] == 60 * M
+torch.node.reset_accumulated_memory_stats(one)
+assert torch.node.memory_stats(one)["allocated_bytes.all.allocated"] == 0
 before, total = torch.node.mem_get_info(one)
 torch.node.empty_cache(one)
 assert torch.node.mem_get_info(one) == (before + 40 * M, total) and total == 128 * M
@@ -307,6 +310,14 @@ try:
     dt.run(in_a_function, node=0)
 except torch.OutOfMemoryError as error:
     assert "30.00 MiB in 1 tensor" in "".join(error.__notes__), error.__notes__
+else:
+    raise AssertionError
+def of_another_library():
+    raise torch.OutOfMemoryError("too little")  # which does not say on which GPU: the current one
+try:
+    dt.run(of_another_library, node=0)
+except torch.OutOfMemoryError as error:
+    assert "20.00 MiB in 1 tensor" in "".join(error.__notes__), error.__notes__
 else:
     raise AssertionError
 del y
@@ -340,6 +351,36 @@ assert remote.dtype == local.dtype == torch.bfloat16
 close(remote.detach().cpu(), local.detach(), rtol=0.02, atol=0.02)
 remote.float().square().mean().backward()
 assert all(p.grad.isfinite().all().item() for p in net.parameters())
+""",
+)
+
+PROGRAMS["verified"] = (
+    {"nodes": 1, "verify": 1.0, "delay_ms": 1},
+    """
+from disttensor import verify
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to("node:0")
+x, y = torch.randn(12, 8).to("node:0"), torch.randint(4, (12,)).to("node:0")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+assert verify.counts().compared["aten::linear"] == 4, verify.counts()
+def off(factor):
+    import builtins, warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is replaced
+        library = builtins.library = torch.library.Library("aten", "IMPL")
+        library.impl("tanh", lambda x: torch.sigmoid(x * 2) * (2 * factor) - factor, "CUDA")
+dt.run(off, 1.001, node=0)
+assert 5e-4 < (x.tanh().cpu() / x.cpu().tanh() - 1).abs().max() < 2e-3  # as a GPU's kernel may be, and a CPU's may not
+dt.run(off, 1.05, node=0)
+try:
+    x.tanh()
+except verify.VerifyError as error:
+    assert "aten::tanh" in str(error) and "on node 0 cuda:0" in str(error), error
+else:
+    raise AssertionError
 """,
 )
 

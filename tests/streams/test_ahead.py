@@ -54,8 +54,8 @@ def batches(*groups: tuple[c.Command, ...]) -> list[c.Batch]:
     return out
 
 
-def receive(transfer: int, n: int = 4) -> c.Recv:
-    return c.Recv(transfer, 100 + transfer, MASTER, (n,), FLOAT, "cpu")
+def receive(transfer: int, n: int = 4, peer: int = MASTER) -> c.Recv:
+    return c.Recv(transfer, 100 + transfer, peer, (n,), FLOAT, "cpu")
 
 
 begun, release = threading.Event(), threading.Event()
@@ -66,9 +66,14 @@ def hold() -> None:
     release.wait(SOON)
 
 
-def test_bytes_come_while_the_node_is_busy() -> None:
+@pytest.mark.parametrize("last", [MASTER, 1], ids=["of a peer that is known", "of one that is introduced meanwhile"])
+def test_bytes_come_while_the_node_is_busy(last: int) -> None:
     job, key = "ahead", bytes(32)
-    channel = get_channel("inproc")(ChannelContext(MASTER, job, ""))
+    channels = [get_channel("tcp")(ChannelContext(rank, job, "127.0.0.1")) for rank in (MASTER, 1)]
+    channel, other = channels
+    sources = (channel, channel if last == MASTER else other)
+    begun.clear()
+    release.clear()
     functions = [cloudpickle.dumps(hold), cloudpickle.dumps(((), {}))]
     keys = [key_of(f) for f in functions]
     pieces = [c.Piece(k, f, True) for k, f in zip(keys, functions, strict=True)]
@@ -76,15 +81,16 @@ def test_bytes_come_while_the_node_is_busy() -> None:
         batches(
             (c.Peer(MASTER, c.Addresses(channel.address()), key), receive(1)),
             (*pieces, c.Run(1, *keys, False, "a line")),
-            (receive(2),),
+            (c.Peer(last, c.Addresses(sources[1].address()), key), receive(2, peer=last)),
             (c.StopNode(),),
         )
     )
-    worker = NodeWorker(Bundle(job=job, rank=0, address="", backend="inproc"), script)
-    channel.connect({0: PeerInfo(0, worker.executor.channel.address(), key)})
+    worker = NodeWorker(Bundle(job=job, rank=0, address="", backend="tcp"), script)
+    for each in channels:
+        each.connect({0: PeerInfo(0, worker.executor.channel.address(), key)})
     thread = threading.Thread(target=worker.serve)
     try:
-        sends = [channel.isend(torch.full((4,), float(i)), 0, i) for i in (1, 2)]
+        sends = [each.isend(torch.full((4,), float(i)), 0, i) for i, each in enumerate(sources, 1)]
         thread.start()
         assert begun.wait(SOON)
         for send in sends:
@@ -93,7 +99,8 @@ def test_bytes_come_while_the_node_is_busy() -> None:
     finally:
         release.set()
         thread.join(SOON)
-        channel.close()
+        for each in channels:
+            each.close()
 
 
 class Fake:

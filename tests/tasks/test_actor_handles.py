@@ -224,6 +224,8 @@ def test_one_that_waits_before_its_handle_travels_is_told(
         begun = other.answer_of(name + "-waits")
     elif first != "it waits":
         dt.submit(release, name + "-begins", node=nodes[1], beside=True).wait()
+    if first != "it waits":  # else it may answer first, and wait for nobody who waits for it
+        dt.submit(held, name + "-waits", node=nodes[1], beside=True).wait()
     dt.submit(release, name, node=nodes[0], beside=True).wait()
     try:
         errors = [str(work.exception(timeout=HANG / 2)) for work in (begun, asked)]

@@ -53,14 +53,14 @@ def test_what_is_stale(write: Write) -> None:
     user = write("edited_user", "import edited_helper, json\nfrom os import path\ndef g(): return edited_helper.f()")
     other = write("edited_other", "def h(): return 1")
     modules = ReloadedModules()
-    modules.note(user.g)
-    modules.note(other.h)
-    modules.note(path := Path)
+    modules.note_modules_of(user.g)
+    modules.note_modules_of(other.h)
+    modules.note_modules_of(path := Path)
     assert names(modules) == []
     write("edited_helper", "def f(): return 2")
     assert names(modules) == ["edited_helper", "edited_user"]
     fresh = ReloadedModules()
-    fresh.note(user.g)
+    fresh.note_modules_of(user.g)
     assert names(fresh) == []
     assert helper is sys.modules["edited_helper"]
     assert path is Path
@@ -71,7 +71,7 @@ def test_code_that_ipython_has_changed_in_place(write: Write, monkeypatch: pytes
     module = write("edited_in_place", "def f(): return 1\nclass A:\n    def g(self): return 1")
     for function in (module.f, module.A.g):
         modules = ReloadedModules()
-        modules.note(module.f)
+        modules.note_modules_of(module.f)
         function.__code__ = (lambda *_: 3).__code__
         assert names(modules) == ["edited_in_place"]
 
@@ -80,7 +80,7 @@ def test_a_file_that_was_only_edited(write: Write, tmp_path: Path) -> None:
     """A script that runs for days goes on with what it has imported."""
     module = write("edited_meanwhile", "def f(): return 1")
     modules = ReloadedModules()
-    modules.note(module.f)
+    modules.note_modules_of(module.f)
     (tmp_path / "edited_meanwhile.py").write_text("def f(): return 2")
     assert names(modules) == []
 
@@ -88,7 +88,7 @@ def test_a_file_that_was_only_edited(write: Write, tmp_path: Path) -> None:
 def test_libraries_are_not_looked_at() -> None:
     modules = ReloadedModules()
     for value in (threading.Thread, cloudpickle.dumps, pytest, dt.run, Path):
-        modules.note(value)
+        modules.note_modules_of(value)
     assert not modules._seen
 
 

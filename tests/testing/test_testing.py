@@ -55,6 +55,7 @@ def use(x: torch.Tensor) -> None:
 def test_a_log_names_what_crosses_by_node() -> None:
     x = torch.ones(4, device="node:1")
     x + x, x.sum().item()  # the operators have their names on the node
+    x.to("node:0")  # which have been introduced to each other
     with testing.MessageLog() as log:
         y = x + x
         assert log[1].commands == ["Call aten::add.Tensor"]
@@ -123,6 +124,7 @@ def test_a_log_sees_commands_for_streams_and_collectives() -> None:
         x.neg_()
     assert "On Call aten::neg_" in log[1].commands
     xs = [torch.ones(2, device=f"node:{k}") for k in range(2)]
+    dt.all_reduce(xs, algorithm="ring")
     with testing.MessageLog() as log:
         dt.all_reduce(xs, algorithm="ring")
     assert log[0].commands == log[1].commands == ["Collective all_reduce ring"]

@@ -22,8 +22,8 @@ from disttensor import testing
 from disttensor.runtime.channel.base import Transfer
 from disttensor.runtime.host.launcher import Exited, Launcher, Started
 from disttensor.runtime.master import outbox
+from disttensor.runtime.master.connection import NodeConnection
 from disttensor.runtime.master.link import Link
-from disttensor.runtime.master.node import Life
 from disttensor.runtime.master.outbox import packed
 from disttensor.runtime.master.requests import Request, Waker
 from disttensor.runtime.process.observing import MessageSent
@@ -200,7 +200,7 @@ def test_the_end_of_the_session_overtakes_a_flush(
         link.close()
     with pytest.raises(dt.DisttensorError, match="shut down"):
         ending.result(SOON)
-    start._end(report=False)
+    start._end_session(report=False)
 
 
 class Broken(Transfer):
@@ -220,7 +220,7 @@ def test_a_broken_transfer_is_told_though_the_node_is_busy(monkeypatch: pytest.M
     sync = session.transfers._sync
     monkeypatch.setattr(session.transfers, "_sync", lambda node, timeout: sync(node, 0.01))
     with pytest.raises(BrokenError, match="a broken cable"):
-        session.transfers.end(Broken(), 1)
+        session.transfers.wait_for_transfer(Broken(), 1)
 
 
 def test_a_request_outlives_the_thread_that_waited() -> None:
@@ -289,7 +289,7 @@ def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
 
     def ask() -> None:
         while not over.is_set():
-            link.requests.drop(link.requests.new(0))
+            link.requests.withdraw(link.requests.new(0))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -297,7 +297,7 @@ def test_a_loss_is_told_whole_beside_threads_that_ask() -> None:
         asking = [pool.submit(ask) for _ in range(4)]
         try:
             for _ in range(3000):
-                link.nodes[0].outbox.lost, link.nodes[0].life = None, Life.AWAITED
+                link.nodes[0].outbox.lost, link.nodes[0].connection = None, NodeConnection(0)
                 link.losses.errors.clear()
                 link.losses.lose(0, "its cable was cut")
         finally:
@@ -391,7 +391,7 @@ def test_what_a_launchers_question_is_interrupted_by_does_not_wait_for_its_end(
     assert ("node 1 is gone" in launcher.said) == (then == "waits")
     monkeypatch.setattr(link.losses, "launcher", None)
     os.close(launcher.descriptor)
-    start._end(report=False)
+    start._end_session(report=False)
 
 
 released = threading.Event()

@@ -158,13 +158,14 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
 
 @pytest.mark.fault(34)
 def test_pickles_on_the_side_channel_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node has nothing to say there: what it says is taken out, and makes its connection known."""
+    """A message of a node that is not an answer is dropped; it makes the connection known."""
     monkeypatch.chdir(tmp_path)
     hub, beside = InprocHub(2), InprocHub(2)
     link = Link(hub, 2, None, lambda error: None)
     link.side.hub = beside
     spoke = beside.spoke(1)
     spoke.send(BOMB)
+    link.nodes[0].connection.knowing.add(1)
     link.losses.lose(0, "its cable was cut")
     assert side.decode(spoke.recv(1) or b"") == side.Gone(0, "its cable was cut")
     link.close()
@@ -367,7 +368,7 @@ class Ends:
     def events(self) -> list[object]:
         return []
 
-    def end(self, rank: int) -> None:
+    def end_worker(self, rank: int) -> None:
         self.ended.append(rank)
         self.told.set()
 
@@ -384,6 +385,7 @@ def test_a_lost_node_is_ended_and_the_others_are_told() -> None:
     for spoke in spokes:
         spoke.send(codec.encode(c.Report(0, (HELLO,))))
     link.replies.drain()
+    link.nodes[1].connection.knowing.update((0, 2))
     link.losses.lose(1, "its cable was cut")
     link.sender.flush_all()
     told = [spokes[rank].recv(1) for rank in (0, 2)]
@@ -424,8 +426,8 @@ def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire
     request, other = wire.link.requests.new(0, c.Answer), wire.link.requests.new(0, c.Answer)
     with pytest.raises(TimeoutError):
         wire.link.waiting.wait(request, 0.001)
-    wire.link.requests.drop(request)
-    wire.link.requests.drop(other)
+    wire.link.requests.withdraw(request)
+    wire.link.requests.withdraw(other)
     wire.say(c.Answer(request.id, 1))
     wire.say(c.Answer(other.id, 2))
     assert wire.lost() == ""
@@ -435,7 +437,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_passed_over_once(wire: Wire
 
 def test_a_flood_of_warnings_is_bounded(wire: Wire) -> None:
     site = (test_a_failure_is_told_once.__code__, 0)
-    wire.link.failures.on_warning = lambda told, rank, _: late_warnings.take(told, rank, site)
+    wire.link.failures.on_warning = lambda told, rank, _: late_warnings.keep_warning(told, rank, site)
     wire.say(HELLO)
     wire.issue(1)
     try:
@@ -447,7 +449,7 @@ def test_a_flood_of_warnings_is_bounded(wire: Wire) -> None:
         late_warnings.pending.extend(waiting[-2:])
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            late_warnings.give(everything=True)
+            late_warnings.show_warnings(everything=True)
     finally:
         late_warnings.pending.clear()
     assert not wire.lost()

@@ -75,6 +75,21 @@ def test_a_side_channel_comes_back_and_says_all_again(between: dict[str, Proxy],
     assert [node["alive"] for node in dt.nodes()] == [True, True]
 
 
+@pytest.mark.fault(25)
+def test_what_observers_note_comes_by_another_side_channel(between: dict[str, Proxy]) -> None:
+    looking, side, x = current.session().link.looking, between["side"], torch.ones(4, device="node:1")
+    looking.watch([1], ["commands"])
+    looking.fetch(1, HANG)  # it has heard of it
+    x * 2
+    dt.synchronize()
+    side.reset()
+    x * 3
+    dt.synchronize()
+    found = looking.fetch(1, HANG)
+    assert [each.what for each in found.events if each.kind == "done"].count("aten::mul.Tensor") == 2
+    assert found.dropped == 0
+
+
 def holds(lock: Lock, left: Channel, mark: Path) -> None:
     with lock:
         mark.touch()  # and not by what is shared, whose answer may be on its way then

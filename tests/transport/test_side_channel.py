@@ -16,7 +16,10 @@ from disttensor.session import current
 
 
 def test_words_are_of_known_kinds() -> None:
-    for word in (side.Gone(3, "its host is gone"), side.Cancel(7)):
+    for word in (
+        side.Gone(3, "its host is gone"), side.Cancel(7), side.Watch(("graph", "commands"), 5), side.Watch((), 0),
+        side.Gather(3, 1 << 40), side.Describe(5),
+    ):  # fmt: skip
         assert side.decode(side.encode(word)) == word
     for wrong in (
         b"",
@@ -25,6 +28,7 @@ def test_words_are_of_known_kinds() -> None:
         side.encode([1, 3]),
         side.encode([1, "3", 4]),
         side.encode([2, "7"]),
+        side.encode([3, ["no such point"], 5]),
         b"\x91" * 9999,
     ):
         with pytest.raises(ProtocolError):

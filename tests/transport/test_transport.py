@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import zmq
 from aftermath import within
 from deafen import deafen_ends
 from transport_kit import LIMIT, Proxy, World, nothing_leaks
@@ -18,6 +19,7 @@ from disttensor.runtime.protocol.keys import curve_pair, job_id, job_secret, pai
 from disttensor.runtime.transport import sockets
 from disttensor.runtime.transport.base import TURN
 from disttensor.runtime.transport.sockets import MAX_MESSAGE
+from disttensor.runtime.transport.zap import ZapHandler
 from disttensor.runtime.transport.zmq import ZmqHub, ZmqSpoke
 
 
@@ -310,6 +312,43 @@ def test_a_cut_connection_is_lost_for_good(net, proxy, how):
 
 @pytest.mark.fault(21)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CPython warns of any fork beside threads
+@pytest.mark.parametrize("alive", [True, False], ids=["alive", "ended"])
+@pytest.mark.parametrize("kind", ["curve", "inproc"])
+def test_another_worker_in_the_place_of_one(kind, alive):
+    """Nothing of the former one is given out any more, and its key is good for nothing."""
+    world = World(kind)
+    try:
+        former, other = world.join(0), world.join(1)
+        if not alive:
+            former.close()
+            assert world.lost() == ([], [0])
+        elif kind == "curve":
+            former.send(b"late")
+            assert world.ready()
+        keys = curve_pair() if kind == "curve" else ("", "")
+        world.hub.readmit(0, keys[0])
+        again = {"keys": keys} if kind == "curve" else {}
+        if kind == "curve":
+            with pytest.raises(BrokenError, match="refused this node's key"):
+                world.spoke(0)
+        mine = world.spoke(0, **again)
+        mine.send(b"hello again")
+        assert world.take(1) == [(0, b"hello again")]
+        world.echo(0, mine)
+        world.echo(1, other)
+        assert world.hub.gone() == []
+        if kind == "curve":
+            with pytest.raises(ClosedError):
+                former.recv(LIMIT)
+            with pytest.raises(ValueError, match="a key of its own"):
+                world.hub.readmit(0, keys[0])
+        world.echo(0, mine)
+        mine.close()
+        assert world.lost() == ([], [0])
+    finally:
+        world.close()
+
+
 def test_a_forked_child_does_not_keep_connections_alive(world):
     spoke = world.join(0)
     release, held = os.pipe()
@@ -456,3 +495,46 @@ def test_pair_key_is_hkdf():
     secret = bytes(range(32))
     info = b"disttensor pair" + (2).to_bytes(8, "big") + (5).to_bytes(8, "big")
     assert pair_key(secret, "job", 5, 2) == hmac(hmac(b"job", secret), info + b"\x01")
+
+
+def test_a_connection_is_known_before_its_handshake_is_answered(monkeypatch):
+    """A connection of which the hub has not heard would count as one that has ended: its node would be lost."""
+    seen, gate = [], threading.Event()
+    note, answer = ZapHandler._note_event, ZapHandler._answer
+
+    def noted(self, event):
+        seen.append("a connection")
+        note(self, event)
+
+    def answered(self, request):
+        seen.append(bytes(request[1]).decode())
+        if len(seen) == 1:
+            assert gate.wait(LIMIT)
+        return answer(self, request)
+
+    monkeypatch.setattr(ZapHandler, "_note_event", noted)
+    monkeypatch.setattr(ZapHandler, "_answer", answered)
+    hub = ZmqHub(server_keys=None, node_keys={0: ""})
+    first, second = asking = [hub._ctx.socket(zmq.REQ) for _ in range(2)]
+
+    def ask(sock, number):
+        """Asks as libzmq does."""
+        sock.connect("inproc://zeromq.zap.01")
+        sock.send_multipart([b"1.0", number, sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])
+
+    try:
+        ask(first, b"the first")
+        while not seen:
+            time.sleep(0)
+        host, _, port = hub.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), LIMIT) as connection:
+            assert connection.recv(1)  # a byte of libzmq's greeting: it has told of the connection
+            ask(second, b"the second")
+            gate.set()
+            assert second.recv_multipart()[2] == b"200"
+        assert seen[:3] == ["the first", "a connection", "the second"]
+    finally:
+        gate.set()
+        for sock in asking:
+            sock.close(0)
+        hub.close()

@@ -378,19 +378,30 @@ def test_nodes_are_no_strangers(net, caplog):
 
 def test_nodes_that_come_at_once_do_not_wait_for_each_other(monkeypatch):
     """A crowd is let pile up, and then all of it is answered: else each would wait for the pauses of those before."""
-    monkeypatch.setattr(zap, "_CROWD", 1)
-    monkeypatch.setattr(zap, "_PAUSE", 0.3)
-    monkeypatch.setattr(zap, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))  # one crowd, without end
-    count = 12
-    with contextlib.closing(World(nodes=count)) as net:
-        threads = [threading.Thread(target=lambda rank=rank: net.spoke(rank).send(b"hello")) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        with within(2.0):
-            came = net.take(count)
-        for thread in threads:
-            thread.join()
-    assert sorted(came) == [(rank, b"hello") for rank in range(count)]
+    pauses, before, all_ask, answer = [], [], threading.Event(), zap.ZapHandler._answer
+
+    def answered(self, request):
+        assert all_ask.wait(LIMIT)
+        before.append(len(pauses))
+        return answer(self, request)
+
+    monkeypatch.setattr(zap, "_CROWD", -1)  # a crowd, without end
+    monkeypatch.setattr(zap, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append))
+    monkeypatch.setattr(zap.ZapHandler, "_answer", answered)
+    hub = transport.ZmqHub(server_keys=None, node_keys={0: ""})
+    asking = [hub._ctx.socket(zmq.REQ) for _ in range(12)]
+    try:
+        for k, sock in enumerate(asking):  # as libzmq asks
+            sock.connect("inproc://zeromq.zap.01")
+            sock.send_multipart([b"1.0", b"%d" % k, sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])
+        all_ask.set()
+        assert [sock.recv_multipart()[2] for sock in asking] == [b"200"] * len(asking)
+    finally:
+        all_ask.set()
+        for sock in asking:
+            sock.close(0)
+        hub.close()
+    assert before == before[:1] * len(asking), f"pauses before each answer: {before}"
 
 
 def test_without_a_doorman_nobody_gets_in(net):
@@ -466,7 +477,7 @@ def test_a_lost_nodes_routing_id_is_of_no_use(net):
 def test_nor_is_it_before_the_loss_was_noticed(net, monkeypatch):
     spoke = net.join(0)
     route = net.hub._routes[0]
-    monkeypatch.setattr(net.hub, "_settle", lambda: ())
+    monkeypatch.setattr(net.hub, "_take_ended_ranks", lambda: ())
     spoke.close()
     assert net.ready()
     with Peer(net, net.keys[1], route) as peer:

@@ -142,11 +142,11 @@ def test_a_writer_that_does_not_wait_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 def test_what_no_other_end_says_ends_the_tunnel(message: bytes) -> None:
     end = tunnel_io.End()
     try:
-        end.take(b"D12")
+        end.handle_message(b"D12")
         assert not end.over
-        end.take(message)
+        end.handle_message(message)
         assert end.finished
-        end.take(b"D12")
+        end.handle_message(b"D12")
         assert end.finished
     finally:
         end.ours.close()

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in {*sys.modules} - before:
         del sys.modules[name]
-    at_import.forget()
+    at_import.drop_awaited()
     for name, then in waited.items():
         at_import.after(name, then)
 
@@ -93,6 +93,6 @@ def test_a_node_waits_for_nothing(folder: Path) -> None:
     (folder / "awaited.py").write_text("")
     seen: list[str] = []
     at_import.after("awaited", lambda: seen.append("there"))
-    at_import.forget()
+    at_import.drop_awaited()
     importlib.import_module("awaited")
     assert seen == []

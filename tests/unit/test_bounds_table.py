@@ -23,6 +23,7 @@ TABLE = {
     "disttensor/errors/late_warnings.py": {"_MOST": _KEPT, "_LONGEST": "a warning that is given: longer ones are cut"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
     "disttensor/session/waits.py": {"_MOST": _KEPT},
+    "disttensor/seeing/reading.py": {"MOST": "lines of the script, and queues, that are shown"},
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
     "runtime/channel/shm/segments.py": {"MOST_IDLE": _KEPT},
@@ -57,6 +58,7 @@ TABLE = {
         "LONGEST": "a number",
         "MAX_JOINED": "more is several messages",
     },
+    "runtime/node/description.py": {"MOST": "devices and rows of transfers that a node tells of"},
     "runtime/node/readers.py": {"_MOST_WARNINGS": _KEPT},
     "runtime/node/user_functions.py": {
         "MAX_PICKLE": "tests/tasks/test_run.py: the script refuses it at the line",
@@ -77,6 +79,7 @@ TABLE = {
         "MAX_WHAT": "is cut",
     },
     "runtime/protocol/failure_ids.py": {"MAX_TEXT": "is cut", "MAX_NAME": "is cut", "MAX_ARGS": "more are left out"},
+    "runtime/protocol/rank_lists.py": {"MAX_RANKS": "ranks are nodes of the session, which has fewer"},
     "runtime/protocol/shared_objects.py": {
         "MAX_ITEM": "test_an_item_of_more_bytes_than_may_be",
         "MAX_WHOLE": "above MAX_ITEM by more than stands around an item",

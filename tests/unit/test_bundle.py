@@ -9,7 +9,7 @@ from disttensor.runtime.host.launch_spec import PLAN, Host, LaunchSpec, spec_of_
 from disttensor.runtime.host.output_options import Output
 from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch.tree.framed import frame
-from disttensor.runtime.protocol.bundle import Bundle, as_name, as_text, told, understood
+from disttensor.runtime.protocol.bundle import Bundle, as_name, as_text, names_as_text, names_from_text
 
 
 def test_its_keys_are_not_shown() -> None:
@@ -43,8 +43,8 @@ def test_what_dtrun_has_told_is_what_it_was_told(monkeypatch: pytest.MonkeyPatch
     """The script by its environment, which takes text only, and the root by a frame."""
     monkeypatch.setenv(PLAN, text_of(ODD))
     assert spec_of_dtrun() == ODD
-    assert understood(msgspec.msgpack.decode(frame(told(ODD))[4:], type=LaunchSpec)) == ODD
-    assert told(Output(log_dir="/plain")) == Output(log_dir="/plain")
+    assert names_from_text(msgspec.msgpack.decode(frame(names_as_text(ODD))[4:], type=LaunchSpec)) == ODD
+    assert names_as_text(Output(log_dir="/plain")) == Output(log_dir="/plain")
     monkeypatch.setenv(PLAN, msgspec.json.encode(LaunchSpec("ssh", folder="\0no digits")).decode())
     with pytest.raises(ValueError, match=f"{PLAN}=.* is not a plan of dtrun's: .*hex"):
         spec_of_dtrun()

@@ -206,7 +206,7 @@ def test_shapes_that_are_not() -> None:
 )
 def test_process_groups_that_are_refused(ranks: tuple[int, ...], mesh: c.MeshDims | None, message: str) -> None:
     with pytest.raises(ProtocolError, match=re.escape(message)):
-        codec.check_world(c.World(1, ranks, 0, "gloo", mesh), 0)
+        codec.check_world(c.World(1, c.RankList(ranks), 0, "gloo", mesh), 0)
 
 
 def test_process_groups_that_are_not() -> None:
@@ -215,7 +215,7 @@ def test_process_groups_that_are_not() -> None:
         c.MeshDims(("dp",), (2,), "cuda"),
         c.MeshDims(tuple(map(str, range(64))), (1,) * 63 + (2,), "cpu"),
     ):
-        codec.check_world(c.World(1, (5, 0), 0, "gloo", mesh), 0)
+        codec.check_world(c.World(1, c.RankList((5, 0)), 0, "gloo", mesh), 0)
 
 
 @pytest.mark.row("M24")

@@ -353,10 +353,10 @@ def run(node: Node, function: Any, *args: Any, request: int = 3, world: c.World 
 @pytest.mark.parametrize(
     ("world", "message"),
     [
-        (c.World(1, (1, 2), 0, "gloo"), "can't have node 0 as a rank"),
-        (c.World(1, (0, 1), 9, "gloo"), "not one that is not open"),
-        (c.World(1, (0, 1), 0, "gloo"), "need the data channel 'gloo', not 'inproc'"),
-        (c.World(1, (0, 1), 0, "gloo", c.MeshDims(("dp",), (2**62,), "cpu")), "does not have 2 ranks"),
+        (c.World(1, c.RankList((1, 2)), 0, "gloo"), "can't have node 0 as a rank"),
+        (c.World(1, c.RankList((0, 1)), 9, "gloo"), "not one that is not open"),
+        (c.World(1, c.RankList((0, 1)), 0, "gloo"), "need the data channel 'gloo', not 'inproc'"),
+        (c.World(1, c.RankList((0, 1)), 0, "gloo", c.MeshDims(("dp",), (2**62,), "cpu")), "does not have 2 ranks"),
     ],
 )
 def test_a_process_group_that_cannot_be_fails_that_function_only(ready: Node, world: c.World, message: str) -> None:

@@ -209,6 +209,64 @@ def test_threads_that_hand_tensors_on(seed: int, script: Script) -> None:
             latest = end if latest < 0 else min(latest, end)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shut_queue_lets_nobody_pass_for_a_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who appends to one has to find the limit 0, whenever: else the command waits there while its thread goes on, and
+    what that issues elsewhere overtakes it."""
+    script, chance, wrong = Script(), random.Random(seed), []
+    slot, lock = CommandQueue.__dict__["limit"], script.link.sender._state.lock
+
+    def set_limit(queue: CommandQueue, value: int) -> None:
+        if value and queue.overlaps and (queue.shut or not lock._is_owned()):
+            wrong.append(f"{value} for {queue.ranks}, {'shut' if queue.shut else 'without the lock'}")
+        slot.__set__(queue, value)
+
+    monkeypatch.setattr(CommandQueue, "limit", property(slot.__get__, set_limit))
+    for queue in script.queues:
+        queue.restart()  # as long as the nodes are idle
+    for _ in range(400):
+        queue = chance.choice(script.queues)
+        for _ in range(chance.choice([1, 1, 1, 40])):
+            queue.dead.append(script.issue(queue, []))
+        if chance.random() < 0.1:
+            script.link.sender.flush(queue)
+    script.end()
+    assert not wrong, wrong[:3]
+
+
+def test_what_comes_to_a_shut_queue_while_others_are_packed_waits(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads issue meanwhile, the second one what may depend on the first one's result."""
+    mesh, pair = script.link.sender.fan_out((0, 1, 2, 3)), script.link.sender.fan_out((2, 0))
+    script.link.sender.open(mesh)
+    mesh.set_flush_threshold(100)
+    first = script.issue(mesh, [])
+    waiting = next(script.refs)
+    pair.queue += (c.Call(0, waiting, ()), None)  # by a thread that is about to open the queue
+    refs, pack = [], CommandQueue.pack_commands
+
+    def pack_commands(queue: CommandQueue, *first: int) -> None:
+        pack(queue, *first)
+        if queue is mesh and not refs:
+            refs.extend([next(script.refs), next(script.refs)])
+            mesh.queue += (c.Call(0, refs[0], ()), None)
+            pair.queue += (c.Call(0, refs[1], (refs[1] - refs[0],)), None)
+
+    monkeypatch.setattr(CommandQueue, "pack_commands", pack_commands)
+    for queue in (pair, mesh, pair):
+        script.link.sender.flush(queue)
+    assert [outs(script.commands(rank)) for rank in (0, 1)] == [[first, waiting, *refs], [first, refs[0]]]
+
+
+def test_a_forked_child_has_locks_of_its_own(script: Script) -> None:
+    for queue in script.queues:
+        old = queue.lock
+        queue.forked()
+        assert queue.lock is not None
+        assert queue.lock is not old
+
+
 # ---- one at a time ---------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from disttensor.runtime.launch.output.folding import HOLD, ROOM, OutputFolding
 
 
 def shown(folder: OutputFolding, now: float, everyone: int) -> list[tuple[list[int], bytes]]:
-    return [(sorted(g.ranks), g.text) for g in folder.take(now, everyone)]
+    return [(sorted(g.ranks), g.text) for g in folder.take_due(now, everyone)]
 
 
 def test_what_all_have_printed_does_not_wait() -> None:
@@ -74,9 +74,9 @@ def test_a_flood_does_not_fill_the_memory() -> None:
     folder, out = OutputFolding(), 0
     for i in range(100):
         folder.add(0, 1, b"%d" % i + b"x" * (ROOM // 10), 0)
-        out += len(folder.take(0, 2))
+        out += len(folder.take_due(0, 2))
     assert out >= 90
-    assert folder.take(HOLD, 2)
+    assert folder.take_due(HOLD, 2)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,7 +89,7 @@ def test_random_lines(seed: int) -> None:
     waiting: dict[int, list[float]] = {r: [] for r in range(nodes)}
 
     def show(count: int) -> None:
-        for group in folder.take(now, count):
+        for group in folder.take_due(now, count):
             assert len(set(group.ranks)) == len(group.ranks)
             for rank in group.ranks:
                 seen[rank].append(group.text)

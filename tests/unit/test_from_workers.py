@@ -90,6 +90,6 @@ def test_who_comes_late_is_told() -> None:
 
 
 def test_more_elements_than_there_are_bytes() -> None:
-    segment, _ = Pools().take(0, (70_000,), torch.uint8)
+    segment, _ = Pools().take_segment(0, (70_000,), torch.uint8)
     with pytest.raises(ProtocolError, match=r"70000 elements of .* in a segment of"):
-        Adoption().adopt(segment.describe(), (70_000,), torch.float64)
+        Adoption().adopt_segment(segment.describe(), (70_000,), torch.float64)

@@ -68,7 +68,11 @@ def test_what_is_said_of_each() -> None:
     node = Node(3)
     number = node.define("aten::mul.Tensor", (), (), 1, (issue.__code__, 0))
     issue(node, c.Call(number, 5, ()), c.Call(number + 1, 5, ()))
-    issue(node, c.On(9, run(4)), c.Collective("all_reduce", 0, (), (), (), (), 0, 0, 0, "", 0, 0, 0, (), 0))
+    issue(
+        node,
+        c.On(9, run(4)),
+        c.Collective("all_reduce", 0, c.RankList(()), (), (), (), 0, 0, 0, "", 0, 0, 0, c.RankList(()), 0),
+    )
     issue(node, c.Free(5, ()), sites=False)
     node.outbox.acknowledge(2)
     assert told(node) == [
@@ -166,7 +170,7 @@ def test_what_was_answered_is_done() -> None:
     node = Node(0)
     issue(node, c.Ask(6, CALLS[0]), c.Ask(7, CALLS[0]))
     node.outbox.acknowledge(1)
-    node.answered = 7
+    node.connection.answered = 7
     assert node.last_words()[0] == ""
 
 
@@ -201,7 +205,9 @@ def test_the_lines_that_made_tensors() -> None:
     issue(node, c.Run(2, b"", b"", True, "f()", refs=(20, 22), outs=(50, 51), token=52))
     issue(node, c.On(7, c.Run(3, b"", b"", True, "f()", outs=(53,))), c.Keep(54, "cpu", False), c.Keep(55, "cpu", True))
     issue(node, c.Recv(0, 56, 1, (), 0, "cpu"), c.Run(4, b"", b"", True, "f()"), c.Adopt(4, (57, 0, 58)))
-    issue(node, c.Collective("all_reduce", 0, (), (59,), (59,), (), 0, 0, 0, "", 0, 0, 0, (), 0))
+    issue(
+        node, c.Collective("all_reduce", 0, c.RankList(()), (59,), (59,), (), 0, 0, 0, "", 0, 0, 0, c.RankList(()), 0)
+    )
     assert sorted(node.makers(range(70))) == [20, 22, 23, 40, 50, 51, 52, 53, 54, 56, 57, 58]
     assert node.makers([51, 54, 99]) == {51: (issue.__code__, 0), 54: (issue.__code__, 0)}
     issue(node, c.Keep(60, "cpu", False), sites=False)

@@ -12,14 +12,17 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from limits import HANG
 
-from disttensor.runtime.node import interruption
+from disttensor.runtime.node import interruption, process_groups
 from disttensor.runtime.node.interruption import AHEAD, Interruption
+from disttensor.runtime.node.process_groups import _Group
 from disttensor.runtime.process.gc_pause import no_collection
-from disttensor.runtime.protocol.errors import CancelledError
+from disttensor.runtime.protocol.errors import BrokenError, CancelledError
 
 
 def forever(began: threading.Event | None = None) -> None:
@@ -118,6 +121,80 @@ def test_what_it_does_about_that_is_its_own(place: Callable[[Callable[[], None]]
         with pytest.raises(ValueError, match="its own"):
             functions.run(2, "f()", lambda: caught(began, ValueError("its own")))
         thread.join()
+
+    place(body)
+    assert nothing_left(functions)
+
+
+class Slow(dict[int, Any]):
+    """One where another thread has its turn after each look whether something is there."""
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        time.sleep(0)
+        return found
+
+
+def test_two_threads_cancel_one_function(place: Callable[[Callable[[], None]], None]) -> None:
+    functions = Interruption()
+    functions._struck = Slow()
+
+    def body() -> None:
+        for request in range(20):
+            began, both = threading.Event(), threading.Barrier(2)
+
+            def cancel(request: int = request, both: threading.Barrier = both) -> None:
+                both.wait(HANG)
+                functions.cancel(request)
+
+            threads = [threading.Thread(target=cancel) for _ in range(2)]
+
+            def started(began: threading.Event = began, threads: list[threading.Thread] = threads) -> None:
+                for thread in threads:
+                    thread.start()
+                forever(began)
+
+            with pytest.raises(CancelledError):
+                functions.run(request, "f()", started)
+            for thread in threads:
+                thread.join()
+
+    place(body)
+    assert nothing_left(functions)
+
+
+class Aborted(_Group):
+    """The group of a function whose collectives by NCCL are aborted when it has begun, as another rank has failed."""
+
+    def __init__(self, began: threading.Event) -> None:
+        self._began, self._name, self._interrupt = began, "group", None
+        self._idle, self._ended, self._aborted = threading.Event(), False, False
+        mailbox = SimpleNamespace(get=lambda key, over: began.wait(HANG))
+        self._channel = SimpleNamespace(mailbox=mailbox)  # type: ignore[assignment]
+
+    def _over(self) -> BrokenError | None:
+        return BrokenError("rank 1 has failed") if self._began.is_set() else None
+
+    def _cut(self) -> None:
+        self._aborted = True
+
+
+def test_a_function_that_goes_on_without_what_nccl_should_have_made(
+    place: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody tells it that the results are missing, and it may never end by itself."""
+    functions = Interruption()
+    monkeypatch.setattr(process_groups, "_PATIENCE", 0.01)
+
+    def body() -> None:
+        began = threading.Event()
+        group = Aborted(began)
+        watcher = threading.Thread(target=group._watch)
+        watcher.start()
+        broken = pytest.raises(BrokenError, match="rank 1 has failed")
+        with broken, group.using(None, lambda: functions.cancel(7)):
+            functions.run(7, "f()", lambda: forever(began))
+        watcher.join()
 
     place(body)
     assert nothing_left(functions)

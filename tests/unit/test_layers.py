@@ -35,7 +35,7 @@ FRONT_LAYERS = (
     ("collectives",),
     ("meshes",),
     ("nn", "tasks", "channels", "graphs", "views"),
-    ("training", "data"),
+    ("training", "data", "seeing"),
     ("checkpoint",),
     ("torch_backend",),
     ("verify",),

@@ -23,6 +23,7 @@ from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
+from disttensor.runtime.process.own_time import Standstill
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import DisttensorError, ForkError, NodeLost
@@ -50,7 +51,7 @@ class FakeLauncher(Launcher):
         events, self.exited = self.exited, []
         return [*events]
 
-    def end(self, rank: int) -> None:
+    def end_worker(self, rank: int) -> None:
         self.ended.append(rank)
 
     def look(self, rank: int) -> None:
@@ -62,7 +63,7 @@ def state(hub: FakeHub) -> Iterator[LinkState]:
     """Two nodes, both there."""
     made = LinkState(hub, 2)
     for node in made.nodes:
-        node.greet(HELLO)
+        node.connection.greet(HELLO)
     yield made
     made.interrupts.restore()
 
@@ -110,9 +111,9 @@ def test_requests(state: LinkState) -> None:
     assert requests.waited_for(1, c.Result) == [three.id]
     requests.answer(two, 1, c.Answer(two.id, "1"))
     assert (two.done, two.reply) == (True, c.Answer(two.id, "1"))
-    requests.drop(one)
+    requests.withdraw(one)
     assert requests.get(one.id) is None
-    assert state.nodes[0].unawaited == {one.id}
+    assert state.nodes[0].connection.unawaited == {one.id}
     assert requests.is_under_way(state.nodes[0], one.id)
     requests.lose(1)
     assert (three.done, three.reply, told, len(requests)) == (True, None, ["over"], 0)
@@ -124,18 +125,21 @@ def test_requests(state: LinkState) -> None:
 def test_losses_with_nobody_to_explain_them(state: LinkState) -> None:
     told = list[NodeLost]()
     losses = Losses(state, Requests(state), SideChannels(), None, told.append)
-    losses.disconnected(1, "its cable was cut")
-    losses.disconnected(1, "again")
+    state.nodes[1].connection.knowing.add(0)
+    losses.disconnected(1, "its cable was cut", 0)
+    losses.disconnected(1, "again", 0)
     assert [str(each.cause) for each in told] == ["its cable was cut"]
     assert losses.errors == told
-    assert state.nodes[0].outbox.queue[::2] == [c.Lost(1, "its cable was cut")]
+    assert [node.outbox.queue[::2] for node in state.nodes if node.lost is None] == [
+        [c.Lost(1, "its cable was cut")] if node.rank == 0 else [] for node in state.nodes if node.lost is None
+    ]  # one that does not know the node has no use for its loss
     assert not losses.unexplained
 
 
 def test_losses_that_a_launcher_explains(state: LinkState) -> None:
     launcher = FakeLauncher(Exited(1, 5, "exit code 3", 3, ("a last line",)))
     losses = Losses(state, Requests(state), SideChannels(), launcher, lambda error: None)
-    losses.disconnected(1, "its connection ended")
+    losses.disconnected(1, "its connection ended", 0)
     assert (list(losses.unexplained), losses.errors) == ([1], [])
     losses.explain()
     assert [error.cause for error in losses.errors] == ["exit code 3"]
@@ -207,6 +211,18 @@ def test_the_sender(hub: FakeHub, state: LinkState) -> None:
     boxes[0].add(c.Sync(request.id))
     hub.say(0, c.Answer(request.id, "7"))
     assert parts.sender.exchange(boxes[0], request, SOON) == c.Answer(request.id, "7")
+
+
+def test_a_script_that_ends_as_soon_as_it_goes_on_has_stood_still(
+    hub: FakeHub, state: LinkState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Standstill, "look", lambda self: 6.0 if state.closed else 0.0)
+    parts = Parts(state)
+    idle = IdleFlush(state, parts.requests, parts.losses, parts.replies, parts.sender, parts.side)
+    state.closed = True
+    state.wake.set()
+    idle.join()
+    assert [record.getMessage()[:30] for record in caplog.records] == ["this script stood still for 6 "]
 
 
 def test_the_idle_flush(hub: FakeHub, state: LinkState) -> None:

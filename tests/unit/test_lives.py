@@ -1,4 +1,4 @@
-"""The life of a node (runtime/master/node.py), as a link sees it: no sockets, no nodes."""
+"""The life of a connection (runtime/master/connection.py), as a link sees it: no sockets, no nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spies import spy
 
 from disttensor.runtime.host.launcher import Exited, Launcher
 from disttensor.runtime.master import losses
+from disttensor.runtime.master.connection import CHANGES, Life, NodeConnection
 from disttensor.runtime.master.idle import IdleFlush
 from disttensor.runtime.master.link import Link
-from disttensor.runtime.master.node import CHANGES, Life, Node
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.errors import NodeLost, StartError
@@ -44,7 +44,7 @@ class Starter:
         told, self.told = self.told, []
         return told
 
-    def end(self, rank: int) -> None:
+    def end_worker(self, rank: int) -> None:
         pass
 
     def fileno(self) -> int:
@@ -77,7 +77,7 @@ class Script:
         self.take(RANK, b"\xc1")
 
     def disconnected(self) -> None:
-        self.link.losses.disconnected(RANK, "its connection ended")
+        self.link.losses.disconnected(RANK, "its connection ended", 0)
 
     def exited(self) -> None:
         self.starter.told.append(Exited(RANK, 1, "exit code 3", 3, ()))
@@ -157,13 +157,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Script]]:
 def test_each_life_changes_by_each_event_as_is_written_down(
     made: Callable[[], Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, become = set(), Node.become
+    seen, become = set(), NodeConnection.become
 
-    def noted(node: Node, life: Life) -> None:
-        seen.add((node.life, life))
-        become(node, life)
+    def noted(connection: NodeConnection, life: Life) -> None:
+        seen.add((connection.life, life))
+        become(connection, life)
 
-    monkeypatch.setattr(Node, "become", noted)
+    monkeypatch.setattr(NodeConnection, "become", noted)
     for life, way in WAYS.items():
         for name, (event, changes) in EVENTS.items():
             script = made()
@@ -208,9 +208,9 @@ def test_without_a_launcher_the_end_of_a_connection_is_a_loss(made: Callable[[],
 
 
 def test_another_change_is_refused() -> None:
-    node = Node(3)
-    node.life = LOST
+    connection = NodeConnection(3)
+    connection.life = LOST
     with pytest.raises(AssertionError, match="node 3 is lost, and can't become there"):
-        node.become(THERE)
-    assert node.life is LOST
+        connection.become(THERE)
+    assert connection.life is LOST
     assert set(CHANGES) == set(Life)

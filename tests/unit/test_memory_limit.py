@@ -71,7 +71,7 @@ def test_a_kill_that_was_counted_is_of_one_process(tmp_path: Path, kind: str) ->
         assert watch.words(21_312_000_000) == " (likely out of memory: 21.3 GB at its peak)"
     assert watch.words(15 * GB) == ""
     system.kills(7)
-    watch.begin()
+    watch.start_counting()
     assert watch.words(15 * GB) == ""
 
 

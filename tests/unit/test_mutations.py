@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 from mutations import Edit, File, Mutant, Product, find, read_all
+from sources import source
 
 
 def test_each_mutant_has_its_code_in_the_product() -> None:
     """After a change of the product, the nearest name says what to write instead (tests/mutants/README.md)."""
-    product, gone = Product(ROOT), []
+    product, gone = Product(ROOT, lambda path: source(path).tree), []
     for mutant in read_all(ROOT):
         for edit in mutant.edits:
             try:

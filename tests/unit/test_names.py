@@ -11,14 +11,19 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from checkout import ROOT
-from sources import agree, product, refuse, source
+from sources import Source, agree, product, refuse, source
 
 import disttensor as dt
 from disttensor import moved, public
+from disttensor.runtime.channel import DataChannel, Transfer
+from disttensor.runtime.host.launcher import Launcher
+from disttensor.runtime.launch.output.printer import Printer
 
 THEMES = (
     "channels",
@@ -31,6 +36,7 @@ THEMES = (
     "graphs",
     "meshes",
     "nn",
+    "seeing",
     "session",
     "streams",
     "tasks",
@@ -40,7 +46,7 @@ THEMES = (
     "views",
 )
 #: The themes that are modules of the first level and are imported by their first use.
-LATER = ("checkpoint", "factories", "nn", "testing", "training", "verify", "views")
+LATER = ("checkpoint", "factories", "nn", "seeing", "testing", "training", "verify", "views")
 FIRST = [name for name in dir(dt) if not name.startswith("__") and name not in LATER]
 #: So many names the first level has at most. The twelve types of tensors are not counted.
 BUDGET = 40
@@ -118,6 +124,112 @@ def test_no_class_has_the_name_of_another() -> None:
                 files.setdefault(found.name, {})[file.name] = file.at(found)
     twice = (f"{name}: {', '.join(at.values())}" for name, at in sorted(files.items()) if len(at) > 1)
     refuse(twice, "the name of a class says which one it is")
+
+
+#: As the whole name of a function these say neither what it does nor to what.
+SAY_NOTHING = {
+    *("adopt", "adopted", "again", "began", "begun", "came", "come", "coming", "drop", "dropped", "ended", "forget"),
+    *(
+        "forgotten",
+        "gave",
+        "give",
+        "given",
+        "held",
+        "hold",
+        "note",
+        "noted",
+        "said",
+        "say",
+        "settle",
+        "settled",
+        "take",
+    ),
+    *("taken", "tell", "told"),
+}
+#: These say it of a method that has nothing else to begin or end than its own object.
+OF_ITSELF = ("begin", "end")
+
+
+def says_nothing(file: Source) -> Iterator[str]:
+    """The functions and methods whose names are such a word, with underscores or without. Local ones are left out."""
+    for scope in (file.tree, *file.nodes(ast.ClassDef)):
+        for each in scope.body:
+            if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            args, name = each.args, each.name.strip("_")
+            others = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs) if arg.arg != "timeout"]
+            alone = isinstance(scope, ast.ClassDef) and len(others) == 1
+            if name in SAY_NOTHING or (name in OF_ITSELF and not alone):
+                yield f"{file.at(each)}: {each.name}({', '.join(others)})"
+
+
+def test_a_name_says_what_is_done_and_to_what() -> None:
+    """docs/dev/NAMES.md, "Names of functions"."""
+    refuse((each for file in product() for each in says_nothing(file)), "a method's name says what it does and to what")
+
+
+def test_names_that_say_nothing_are_found() -> None:
+    text = """
+class Turn:
+    def begin(self): ...
+    def end(self, timeout=None): ...
+    def _end(self, why): ...
+    def take(self): ...
+    def take_turn(self):
+        def tell(): ...
+    @property
+    def _told(self): ...
+def end(): ...
+async def forget(): ...
+"""
+    found = [each.partition(": ")[2] for each in says_nothing(Source("disttensor/turn.py", text))]
+    assert found == ["end()", "forget()", "_end(self, why)", "take(self)", "_told(self)"]
+
+
+class OldLauncher(Launcher):
+    def show(self, output: Any) -> None: ...
+
+    def start(self, bundles: Any) -> None: ...
+
+    def events(self) -> Any: ...
+
+    def fileno(self) -> int:
+        return -1
+
+    def flush(self, timeout: float) -> None: ...
+
+    def stop(self, grace: float) -> None: ...
+
+
+def test_methods_that_others_define_work_by_their_old_names() -> None:
+    """A launcher, data channel or strategy of a user's, as it was written for the release before."""
+    ended = list[int]()
+    methods = {"end": lambda self, rank: ended.append(rank)}
+    with pytest.warns(DeprecationWarning, match=r"Mine\.end: Launcher\.end is end_worker now") as told:
+        mine: Any = type("Mine", (OldLauncher,), methods)()
+    assert told[0].filename == __file__
+    mine.end_worker(3)
+    assert ended == [3]
+    renamed = [(DataChannel, "forget", "mark_lost"), (Transfer, "note", "add_background_callback")]
+    renamed += [(dt.training.Strategy, "begin", "begin_training"), (dt.training.Strategy, "forget", "drop_workers")]
+    for base, old, new in renamed:
+        with pytest.warns(DeprecationWarning, match=rf"Mine\.{old}: {base.__name__}\.{old} is {new} now"):
+            found = type("Mine", (base,), {old: ended.append})
+        assert vars(found)[new] == ended.append
+        type("Mine", (base,), {old: 1, new: 2})  # one that knows both
+
+
+def test_a_printer_takes_output_by_the_old_names() -> None:
+    """As a launcher of a user's calls it (docs/LAUNCHING.md)."""
+    printer = Printer()
+    for old, new in (("begin", "begin_node"), ("take", "feed"), ("end", "end_node")):
+        with (
+            patch.object(Printer, new) as called,
+            pytest.warns(DeprecationWarning, match=rf"Printer\.{old} is {new} now") as told,
+        ):
+            getattr(printer, old)(0)
+        assert told[0].filename == __file__
+        called.assert_called_once_with(0)
 
 
 def test_a_star_shadows_nothing() -> None:

@@ -21,12 +21,15 @@ from disttensor.runtime.master.waiting import Waiting
 from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process.observing import (
     BatchApplied,
-    CommandApplied,
+    CommandBegun,
+    CommandDone,
+    CommandIssued,
     MessageSent,
     NodeGone,
     Point,
     ReportTaken,
     ScriptSeam,
+    SwitchedPoint,
     WaitEnded,
 )
 from disttensor.runtime.protocol import codec
@@ -44,22 +47,42 @@ SITE = compile("0", "train.py", "exec"), 2
 
 def test_listeners_come_and_go() -> None:
     point, one, two = Point[int]("heard"), list[int](), list[int]()
-    point.tell(1)
+    point.notify(1)
     with point.heard_by(one.append):
-        point.tell(2)
+        point.notify(2)
         point.add(two.append)
-        point.tell(3)
-    point.tell(4)
+        point.notify(3)
+    point.notify(4)
     point.remove(one.append)  # it has left already
     assert (one, two, repr(point)) == ([2, 3], [3, 4], "<Point heard listeners=1>")
+
+
+def test_who_has_to_know_hears_whether_there_are_listeners() -> None:
+    """The switch is called without the point's lock, as it may take another one."""
+    point, heard, seen = SwitchedPoint[int]("heard"), list[bool](), list[int]()
+
+    def switch() -> None:
+        assert not point._changing.locked()
+        heard.append(bool(point.listeners))
+
+    point.switch = switch
+    with point.heard_by(seen.append):
+        point.notify(1)
+    point.add(fall)
+    point.notify(2)
+    assert (heard, seen) == ([True, False, True, False], [1])
+
+
+def fall(event: int) -> None:
+    raise ValueError("it fell")
 
 
 def test_one_that_listens_twice_leaves_once() -> None:
     point, seen = Point[int]("heard"), list[int]()
     point.add(seen.append)
     with point.heard_by(seen.append):
-        point.tell(1)
-    point.tell(2)
+        point.notify(1)
+    point.notify(2)
     assert seen == [1, 1, 2]
 
 
@@ -73,8 +96,8 @@ def test_a_listener_that_raises_is_named_once_and_told_no_more(caplog: pytest.Lo
     point.add(clumsy)
     point.add(seen.append)
     with caplog.at_level(logging.WARNING, "disttensor"):
-        point.tell(1)
-        point.tell(2)
+        point.notify(1)
+        point.notify(2)
     assert (calls, seen) == ([1], [1, 2])
     (said,) = caplog.records
     assert "clumsy of 'heard' failed, and is told of no more events" in said.getMessage()
@@ -84,15 +107,15 @@ def test_a_listener_that_raises_is_named_once_and_told_no_more(caplog: pytest.Lo
 
 def test_a_forked_child_has_no_listeners() -> None:
     seam, seen = ScriptSeam(), list[Any]()
-    points = [getattr(seam, name) for name in ScriptSeam.__slots__ if name != "clock"]
+    points = seam.points().values()
     for point in points:
         point.add(seen.append)
         point._changing.acquire()  # as a thread of the parent has it
     seam.forked()
     for point in points:
-        point.tell(1)
+        point.notify(1)
         point.add(seen.append)
-    assert (seen, len(points)) == ([], 4)
+    assert (seen, len(points)) == ([], 6)
 
 
 # ---- the script's end ------------------------------------------------------------------------------------------------
@@ -104,7 +127,7 @@ class End:
     def __init__(self, hub: FakeHub, clock: VirtualClock) -> None:
         self.state = state = LinkState(hub, 2, clock=clock)
         for node in state.nodes:
-            node.greet(HELLO)
+            node.connection.greet(HELLO)
         self.requests = Requests(state)
         self.losses = Losses(state, self.requests, SideChannels(clock), None, lambda error: None)
         self.replies = Replies(state, self.requests, self.losses)
@@ -122,6 +145,35 @@ def end(hub: FakeHub, clock: VirtualClock) -> Iterator[End]:
     made = End(hub, clock)
     yield made
     made.state.interrupts.restore()
+
+
+def test_what_is_issued(end: End, hub: FakeHub, clock: VirtualClock) -> None:
+    """Of a node's queue, also past a route, and of a mesh's that is made meanwhile. A free is issued by no line."""
+    node, seen = end.state.nodes[1].outbox, list[CommandIssued]()
+    node.add(c.Sync(1), SITE)
+    with end.state.seam.issued.heard_by(seen.append):
+        node.add(c.On(7, c.Call(1, 2, ())), SITE)
+        node.put(c.Sync(3), None)
+        mesh = end.sender.fan_out((0, 1))
+        mesh.add(c.Sync(4), SITE)
+        node.dead.append(5)
+        end.sender.flush(node)
+        node.add_route(+1)
+        node.add(c.Sync(5), SITE)
+    node.add(c.Sync(6), SITE)
+    node.add_route(-1)
+    node.put(c.Sync(7), SITE)
+    end.sender.flush(node)
+    now = clock.now()
+    assert seen == [
+        CommandIssued(now, (1,), "7", c.Call(1, 2, ()), SITE),
+        CommandIssued(now, (1,), "", c.Sync(3), None),
+        CommandIssued(now, (0, 1), "", c.Sync(4), SITE),
+        CommandIssued(now, (1,), "", c.Sync(5), SITE),
+    ]
+    arrived = [x for rank, message in hub.sent if rank == 1 for x in codec.decode_batch(message).commands]
+    assert [x.request for x in arrived if isinstance(x, c.Sync)] == [1, 3, 4, 5, 6, 7]
+    assert any(isinstance(x, c.Free) for x in arrived)
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
@@ -281,12 +333,14 @@ def test_what_a_node_has_applied(clock: VirtualClock) -> None:
 
 
 def test_each_command_that_a_node_has_applied(clock: VirtualClock) -> None:
-    script, seen, began = Script(*batches(1, 2, 1)), list[CommandApplied](), clock.now()
+    script, seen, began = Script(*batches(1, 2, 1)), list[CommandBegun | CommandDone](), clock.now()
     node = served(clock, script)
-    point = node.seam.commands
+    point, free = node.seam.commands, c.Free(1, ())
     script.before = {1: lambda: point.add(seen.append), 2: lambda: point.remove(seen.append)}
     serve(node)
     assert seen == [
-        CommandApplied(began + 2, began + 1, 3, 1, c.Free(1, ())),
-        CommandApplied(began + 3, began + 2, 3, 2, c.Free(1, ())),
+        CommandBegun(began + 1, 3, "", 1, "Free", free),
+        CommandDone(began + 2, began + 1, 3, "", 1, "Free", free),
+        CommandBegun(began + 2, 3, "", 2, "Free", free),
+        CommandDone(began + 3, began + 2, 3, "", 2, "Free", free),
     ]

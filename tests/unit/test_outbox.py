@@ -59,7 +59,7 @@ def test_what_is_dead_is_freed_before_the_next_command() -> None:
     """If that is to allocate much; what is held by a recording stays."""
     box = Outbox(0)
     box.add(call(1))
-    box.hold(4)
+    box.hold_ref(4)
     box.dead.extend([7, 3, 4])
     box.free_dead()
     box.free_dead()

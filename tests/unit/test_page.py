@@ -14,7 +14,7 @@ from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE
 def test_the_page_names_the_function_while_it_runs() -> None:
     page = Page()
     assert page.running == -1
-    page.begin(4, COMMANDS)
+    page.begin_command(4, COMMANDS)
     with page.function(1 << 41 | 7):
         assert page.running == 1 << 41 | 7
     with pytest.raises(KeyError), page.function(8):
@@ -26,13 +26,13 @@ def test_the_page_names_the_function_while_it_runs() -> None:
 def test_the_page_says_for_how_long() -> None:
     page = Page()
     assert page.read() == (0, IDLE, 0, 0.0, 0.0)
-    assert not page.began
-    page.begin(5, COLLECTIVE)
+    assert not page.has_begun
+    page.begin_command(5, COLLECTIVE)
     seq, kind, _, seconds, deaf = page.read()
     assert (seq, kind, deaf) == (5, COLLECTIVE, 0.0)
     assert 0 <= page.read()[3] - seconds < 60
     page.live()
-    assert page.began
+    assert page.has_begun
     assert 0 <= page.read()[4] < 60
     page.rest()
     assert page.read()[:4] == (5, IDLE, NOBODY, 0.0)
@@ -42,7 +42,7 @@ def test_the_page_names_functions_that_run_beside() -> None:
     """Of other threads, each with its own; more than there is room for are left out."""
     page = Page()
     assert page.beside == ()
-    page.begin(4, COMMANDS)
+    page.begin_command(4, COMMANDS)
     with page.function_beside(5), page.function_beside(1 << 41 | 7):
         page.rest()
         assert [each.number for each in page.beside] == [5, 1 << 41 | 7]
@@ -64,7 +64,7 @@ def test_only_the_process_above_pauses() -> None:
     page = Page(mmap.mmap(-1, mmap.PAGESIZE))
     assert not page.paused
     page.paused = True
-    page.begin(1, FUNCTION)
+    page.begin_command(1, FUNCTION)
     page.live()
     page.rest()
     assert page.paused
@@ -84,10 +84,10 @@ def test_the_page_counts_the_time_of_work_and_not_that_of_waiting(monkeypatch: p
         (COLLECTIVE, 50, 7),
         (COMMANDS, 1, 7),
     ):
-        page.begin(1, kind)
+        page.begin_command(1, kind)
         assert page.busy == before
         now[0] += seconds
     page.rest()
     now[0] += 100
-    page.begin(2, COMMANDS)
+    page.begin_command(2, COMMANDS)
     assert page.busy == 8

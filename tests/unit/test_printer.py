@@ -60,7 +60,7 @@ def make(pipes: Pipes) -> Iterator[Make]:
         printer = Printer(Output(**output), (pipes.into[0], pipes.into[1]), environment or {})  # type: ignore[arg-type]
         printer._folder = OutputFolding(hold=0.5)  # this process may be kept from running for longer than HOLD
         for rank in range(nodes):
-            printer.begin(rank)
+            printer.begin_node(rank)
         made.append(printer)
         return printer
 
@@ -72,12 +72,12 @@ def make(pipes: Pipes) -> Iterator[Make]:
 def test_prefixes(make: Make, pipes: Pipes) -> None:
     printer = make(4)
     for rank in range(4):
-        printer.take(rank, 1, b"all\n")
+        printer.feed(rank, 1, b"all\n")
     for rank in (0, 2, 3):
-        printer.take(rank, 1, b"some\n")
-    printer.take(1, 1, b"unfinis")
-    printer.take(1, 2, b"error\n")
-    printer.take(1, 1, b"hed\n")
+        printer.feed(rank, 1, b"some\n")
+    printer.feed(1, 1, b"unfinis")
+    printer.feed(1, 2, b"error\n")
+    printer.feed(1, 1, b"hed\n")
     printer.flush()
     assert pipes.read(1) == "[4 nodes] all\n[nodes 0,2-3] some\n[node 1] unfinished\n"
     assert pipes.read(2) == "[node 1] error\n"
@@ -85,42 +85,42 @@ def test_prefixes(make: Make, pipes: Pipes) -> None:
 
 def test_a_line_leaves_by_itself_and_what_all_print_at_once(make: Make, pipes: Pipes) -> None:
     printer = make(2)
-    printer.take(0, 1, b"alone\n")
+    printer.feed(0, 1, b"alone\n")
     printer.push()
     assert pipes.read() == ""
     assert printer.due is not None
     while printer.due is not None:
         printer.push()
     assert pipes.read() == "[node 0] alone\n"
-    printer.take(0, 1, b"both\n")
-    printer.take(1, 1, b"both\n")
+    printer.feed(0, 1, b"both\n")
+    printer.feed(1, 1, b"both\n")
     assert printer.due is None
     printer.push()
     assert pipes.read() == "[2 nodes] both\n"
-    printer.end(1)
-    printer.take(0, 1, b"the only one left\n")
+    printer.end_node(1)
+    printer.feed(0, 1, b"the only one left\n")
     assert printer.due is None
 
 
 def test_what_a_node_leaves_unfinished_is_shown_at_its_end(make: Make, pipes: Pipes) -> None:
     printer = make(1)
-    printer.take(0, 1, b"the last words")
-    printer.end(0)
+    printer.feed(0, 1, b"the last words")
+    printer.end_node(0)
     printer.push()
     assert pipes.read() == "[node 0] the last words\n"
 
 
 def test_a_single_node(make: Make, pipes: Pipes) -> None:
     printer = make(1)
-    printer.take(0, 1, b"\n\nafter\n\n")
+    printer.feed(0, 1, b"\n\nafter\n\n")
     printer.push()
     assert pipes.read() == "[node 0] \n[node 0] \n[node 0] after\n[node 0] \n"
 
 
 def test_without_folding(make: Make, pipes: Pipes) -> None:
     printer = make(2, fold=False)
-    printer.take(0, 1, b"same\n")
-    printer.take(1, 1, b"same\n")
+    printer.feed(0, 1, b"same\n")
+    printer.feed(1, 1, b"same\n")
     printer.push()
     assert pipes.read() == "[node 0] same\n[node 1] same\n"
 
@@ -128,10 +128,10 @@ def test_without_folding(make: Make, pipes: Pipes) -> None:
 @pytest.mark.parametrize(("value", "coloured"), [("1", True), ("0", False), ("", False)])
 def test_colours_on_demand(make: Make, pipes: Pipes, value: str, coloured: bool) -> None:
     printer = make(2, {"FORCE_COLOR": value})
-    printer.take(0, 1, b"a\n")
-    printer.take(1, 1, b"\x1b[31mb\n")
+    printer.feed(0, 1, b"a\n")
+    printer.feed(1, 1, b"\x1b[31mb\n")
     for rank in (0, 1):
-        printer.take(rank, 1, b"c\n")
+        printer.feed(rank, 1, b"c\n")
     printer.flush()
     if coloured:
         assert (
@@ -148,11 +148,11 @@ def test_progress_bars_of_nodes(make: Make, pipes: Pipes, monkeypatch: pytest.Mo
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     printer = make(1)
     for percent in range(100):
-        printer.take(0, 2, b"\r%3d%%|###" % percent)
+        printer.feed(0, 2, b"\r%3d%%|###" % percent)
         printer.push()
         now[0] += module.BAR / 40
-    printer.take(0, 2, b"\r100%|###\n")
-    printer.take(0, 2, b"done\n")
+    printer.feed(0, 2, b"\r100%|###\n")
+    printer.feed(0, 2, b"done\n")
     printer.push()
     shown = pipes.read(2).splitlines()
     assert shown == [f"[node 0] {text}" for text in ("  0%|###", " 40%|###", " 80%|###", "100%|###", "done")]
@@ -162,9 +162,9 @@ def test_a_bar_that_stops_moving_shows_where(make: Make, pipes: Pipes, monkeypat
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     printer = make(1)
-    printer.take(0, 2, b"\r10%")
+    printer.feed(0, 2, b"\r10%")
     printer.push()
-    printer.take(0, 2, b"\r20%")
+    printer.feed(0, 2, b"\r20%")
     printer.push()
     assert pipes.read(2) == "[node 0] 10%\n"
     assert printer.due == 100 + module.BAR
@@ -190,7 +190,7 @@ def test_a_bar_that_stops_moving_shows_where(make: Make, pipes: Pipes, monkeypat
 )
 def test_lines(pieces: list[bytes], lines: list[bytes]) -> None:
     taker = Lines()
-    assert [line for piece in pieces for line in taker.take(piece)] == lines
+    assert [line for piece in pieces for line in taker.feed(piece)] == lines
 
 
 def test_tails() -> None:
@@ -231,9 +231,9 @@ def test_tail_of_a_crash() -> None:
 
 def test_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     printer = make(2, log_dir=str(tmp_path / "logs"))
-    printer.take(0, 1, b"out\rput\n")
-    printer.take(1, 2, b"unfinished")
-    printer.end(1)
+    printer.feed(0, 1, b"out\rput\n")
+    printer.feed(1, 2, b"unfinished")
+    printer.end_node(1)
     printer.flush()
     assert pipes.read(1) == "[node 0] put\n"
     assert pipes.read(2) == "[node 1] unfinished\n"
@@ -241,21 +241,21 @@ def test_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     assert files == {
         "0/stdout.log": b"out\rput\n", "0/stderr.log": b"", "1/stdout.log": b"", "1/stderr.log": b"unfinished",
     }  # fmt: skip
-    printer.end(0)
-    make(2, log_dir=str(tmp_path / "logs")).take(1, 2, b", and more")
+    printer.end_node(0)
+    make(2, log_dir=str(tmp_path / "logs")).feed(1, 2, b", and more")
     assert (tmp_path / "logs/1/stderr.log").read_bytes() == b"unfinished, and more"
 
 
 def test_log_files_are_one_jobs_at_a_time(make: Make, tmp_path: Path) -> None:
     """Who comes second is told which file it is, and by which argument to name others."""
     first = make(2, log_dir=str(tmp_path))
-    first.take(0, 1, b"mine\n")
+    first.feed(0, 1, b"mine\n")
     with pytest.raises(OSError, match=r"Another job writes to this file now: .*--log-dir.*/0/stdout\.log"):
         make(1, log_dir=str(tmp_path))
-    first.take(0, 1, b"still\n")
+    first.feed(0, 1, b"still\n")
     assert (tmp_path / "0/stdout.log").read_text() == "mine\nstill\n"
-    first.end(0)
-    make(1, log_dir=str(tmp_path)).take(0, 1, b"now mine\n")
+    first.end_node(0)
+    make(1, log_dir=str(tmp_path)).feed(0, 1, b"now mine\n")
     assert (tmp_path / "0/stdout.log").read_text() == "mine\nstill\nnow mine\n"
 
 
@@ -271,8 +271,8 @@ def test_log_files_are_nobody_elses(umask: int, make: Make, tmp_path: Path) -> N
     (there / "logs" / "0" / "stdout.log").chmod(0o640)
     before = os.umask(umask)
     try:
-        make(2, log_dir=str(tmp_path / "new" / "logs")).take(0, 1, b"x\n")
-        make(1, log_dir=str(there / "logs")).take(0, 1, b"x\n")
+        make(2, log_dir=str(tmp_path / "new" / "logs")).feed(0, 1, b"x\n")
+        make(1, log_dir=str(there / "logs")).feed(0, 1, b"x\n")
     finally:
         os.umask(before)
     modes = {str(p.relative_to(tmp_path)): f"{p.stat().st_mode & 0o777:o}" for p in sorted(tmp_path.rglob("*"))}
@@ -288,8 +288,8 @@ def test_log_files_are_nobody_elses(umask: int, make: Make, tmp_path: Path) -> N
 def test_only_into_log_files(make: Make, pipes: Pipes, tmp_path: Path) -> None:
     printer = make(2, log_dir=str(tmp_path), redirects="0:3", tee="1:2")
     for rank in (0, 1):
-        printer.take(rank, 1, b"out\n")
-        printer.take(rank, 2, b"err\n")
+        printer.feed(rank, 1, b"out\n")
+        printer.feed(rank, 2, b"err\n")
     printer.flush()
     assert (pipes.read(1), pipes.read(2)) == ("[node 1] out\n", "[node 1] err\n")
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.log")) == [
@@ -311,8 +311,8 @@ def test_log_file_that_cannot_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        printer.take(0, 1, b"one\n")
-        printer.take(0, 1, b"two\n")
+        printer.feed(0, 1, b"one\n")
+        printer.feed(0, 1, b"two\n")
         printer.flush()
     assert pipes.read(1) == "[node 0] one\n[node 0] two\n"
     assert pipes.read(2) == (
@@ -357,7 +357,7 @@ def screen() -> Iterator[Screen]:
 def on(screen: Screen, **environment: str) -> Printer:
     printer = Printer(fds=(screen.fd, screen.fd), environment={"TERM": "xterm", **environment})
     screen.printers.append(printer)
-    printer.begin(0)
+    printer.begin_node(0)
     return printer
 
 
@@ -365,17 +365,17 @@ def on(screen: Screen, **environment: str) -> Printer:
 def test_bars_and_prompts_of_the_script_stay_whole(screen: Screen, above: int) -> None:
     printer = on(screen)
     screen.script("".join(f"line {i}\r\n" for i in range(above)) + "\r 40%|####      |")
-    printer.take(0, 1, b"hello\n")
+    printer.feed(0, 1, b"hello\n")
     printer.push()
     before = [f"line {i}" for i in range(above)]
     assert screen.look() == [*before, "[node 0] hello", " 40%|####      |"]
     assert screen.screen.cursor.x == 16
     screen.script("\r 50%|#####     |")
-    printer.take(0, 2, b"two\nlines\n")
+    printer.feed(0, 2, b"two\nlines\n")
     printer.push()
     assert screen.look() == [*before, "[node 0] hello", "[node 0] two", "[node 0] lines", " 50%|#####     |"]
     screen.script("\r100%|##########|\r\ndone\r\n>>> ")
-    printer.take(0, 1, b"bye\n")
+    printer.feed(0, 1, b"bye\n")
     printer.push()
     assert screen.look()[-4:] == ["100%|##########|", "done", "[node 0] bye", ">>>"]
     assert screen.screen.cursor.x == 4
@@ -385,7 +385,7 @@ def test_bars_and_prompts_of_the_script_stay_whole(screen: Screen, above: int) -
 def test_long_lines_on_a_terminal(screen: Screen, text: str) -> None:
     printer = on(screen)
     screen.script(">>> ")
-    printer.take(0, 1, text.encode() + b"\n")
+    printer.feed(0, 1, text.encode() + b"\n")
     printer.push()
     lines = screen.look()
     assert lines[0].startswith("[node 0] ")
@@ -397,14 +397,14 @@ def test_long_lines_on_a_terminal(screen: Screen, text: str) -> None:
 def test_more_than_the_terminal_has_rows(screen: Screen) -> None:
     printer = on(screen)
     screen.script(">>> ")
-    printer.take(0, 1, b"".join(b"%d\n" % i for i in range(50)))
+    printer.feed(0, 1, b"".join(b"%d\n" % i for i in range(50)))
     printer.push()
     assert screen.look() == [*(f"[node 0] {i}" for i in range(50)), ">>>"]
 
 
 def test_a_line_longer_than_the_terminal_is_high(screen: Screen) -> None:
     printer = on(screen)
-    printer.take(0, 1, b"x" * 3000 + b"\nafter\n")
+    printer.feed(0, 1, b"x" * 3000 + b"\nafter\n")
     printer.push(1)
     lines = screen.look()
     assert "".join(lines[:-1]) == "[node 0] " + "x" * 3000
@@ -414,7 +414,7 @@ def test_a_line_longer_than_the_terminal_is_high(screen: Screen) -> None:
 def test_colours_on_a_terminal(screen: Screen) -> None:
     for environment, colour in (({}, "cyan"), ({"NO_COLOR": "1"}, "default")):
         printer = on(screen, **environment)
-        printer.take(0, 1, b"x\n")
+        printer.feed(0, 1, b"x\n")
         printer.push()
         screen.look()
         row = screen.screen.cursor.y - 1
@@ -427,7 +427,7 @@ def test_colours_on_a_terminal(screen: Screen) -> None:
 )
 def test_what_is_no_real_terminal_gets_no_orders(screen: Screen, environment: dict[str, str]) -> None:
     printer = on(screen, **environment)
-    printer.take(0, 1, b"x\n")
+    printer.feed(0, 1, b"x\n")
     printer.push()
     assert os.read(screen._ours, 100) == b"[node 0] x\r\n"
 
@@ -435,7 +435,7 @@ def test_what_is_no_real_terminal_gets_no_orders(screen: Screen, environment: di
 def test_a_terminal_without_a_size_gets_no_orders(screen: Screen) -> None:
     termios.tcsetwinsize(screen.fd, (0, 0))
     printer = on(screen)
-    printer.take(0, 1, b"x\n")
+    printer.feed(0, 1, b"x\n")
     printer.push()
     assert os.read(screen._ours, 100) == b"[node 0] x\r\n"
 
@@ -443,7 +443,7 @@ def test_a_terminal_without_a_size_gets_no_orders(screen: Screen) -> None:
 def test_a_terminal_that_is_not_read(screen: Screen) -> None:
     """Output waits without an end of it getting lost, and nobody is blocked."""
     printer = on(screen)
-    printer.take(0, 1, b"".join(b"%d\n" % i for i in range(4000)))
+    printer.feed(0, 1, b"".join(b"%d\n" % i for i in range(4000)))
     printer.push()
     assert printer.waiting
     for _ in range(10_000):

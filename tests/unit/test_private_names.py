@@ -90,6 +90,7 @@ INTERNAL: dict[str, str] = {
     "collectives/test_shared_pages.py": "boards in shared memory",
     "collectives/test_collective_failures.py": "algorithms over a wire whose ranks fail",
     "collectives/test_collectives.py": "algorithms as functions of ranks over a wire",
+    "collectives/test_pairs.py": "which ranks of an algorithm send each other messages over a wire",
     "collectives/test_native_ends.py": "a channel's own collectives over a wire whose ranks fail",
     "training/test_dropout_of_ranks.py": "the seeds that a mesh's varying generators begin with",
     "data/test_given_batches.py": "what is issued to give batches, and that it is not cancelled as the script has them",

@@ -33,7 +33,7 @@ def test_its_driver_is_told_of_any_path() -> None:
     stdin = BytesIO()
     starter._driver = SimpleNamespace(stdin=stdin)  # type: ignore[assignment]
     asked = ray.request(LaunchSpec("ray", most=1, python="/py \udcff", options=THERE))
-    starter._say(asked)
+    starter._send_to_driver(asked)
     assert json.loads(stdin.getvalue()) == asked
 
 

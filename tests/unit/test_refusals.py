@@ -15,7 +15,7 @@ def test_lines_are_ever_fewer_and_count_all(caplog: pytest.LogCaptureFixture) ->
     refusals = Refusals(logging.getLogger("disttensor"), lambda: now)
     lines = []
     for now in range(0, 24 * 3600, 10):
-        refusals.note("10.0.0.9", "unknown key")
+        refusals.note_refusal("10.0.0.9", "unknown key")
         lines += [(now, record.getMessage()) for record in caplog.records]
         caplog.clear()
     assert lines[0] == (0, "refused a connection from 10.0.0.9: unknown key; 1 refused so far")

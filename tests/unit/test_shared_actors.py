@@ -180,7 +180,7 @@ def test_what_a_node_says_of_a_handle(stage: Stage) -> None:
     reach = actor_calls.Reach(0, ServiceRoute("a job", ()), actor_calls.About("A", 1, "host", 2, ["step"]))
     for told in (["Actor", 0, "A", 1, "host", 2, ["step"]], ["Actor", 0, "A"], ["Actor", 0, 1, "A", 1, "host", 2]):
         with pytest.raises(ValueError, match="is not a handle of an actor that came with it"):
-            reach.given([], told)
+            reach.resolve([], told)
     with pytest.raises(ProtocolError, match="MiB may"):
         s.decode_raised(bytes(s.MAX_RAISED + 1))
 

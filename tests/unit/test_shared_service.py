@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,13 +60,38 @@ def served() -> Iterator[tuple[Objects, list[Node]]]:
     server, keys = curve_pair(), [curve_pair() for _ in range(2)]
     hub = ZmqHub(server_keys=server, node_keys={rank: key[0] for rank, key in enumerate(keys)})
     objects = Objects()
-    serving = Service(hub, objects, objects.lost)
+    serving = Service(hub, objects, lambda rank, why, incarnation: objects.lost(rank, why))
     spokes = [ZmqSpoke(hub.address, server[0], *key, rank) for rank, key in enumerate(keys)]
     yield objects, [Node(spoke) for spoke in spokes]
     objects.close("over")
     serving.close()
     for spoke in spokes:
         spoke.close()
+
+
+def test_a_loss_names_the_worker_whose_connection_has_ended() -> None:
+    """The end of one may be noted while the script takes in another in its place, whose loss it is not."""
+    server, keys = curve_pair(), [curve_pair() for _ in range(3)]
+    hub = ZmqHub(server_keys=server, node_keys={0: keys[0][0]})
+    lost, noted = list[tuple[int, int]](), threading.Semaphore(0)
+
+    def lose(rank: int, why: str, incarnation: int) -> None:
+        lost.append((rank, incarnation))
+        noted.release()
+
+    serving = Service(hub, Objects(), lose)
+    try:
+        serving.admit({0: keys[0][0]}, {0}, lambda rank: 0)
+        for incarnation, key in enumerate(keys):
+            serving.readmit(0, key[0], incarnation)  # the first is in already, by the same key
+            spoke = ZmqSpoke(hub.address, server[0], *key, 0)
+            Node(spoke).say(s.Inspect(1, (1,)))
+            Node(spoke).hear()
+            spoke.close()
+            assert noted.acquire(timeout=30)
+    finally:
+        serving.close()
+    assert lost == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.fixture

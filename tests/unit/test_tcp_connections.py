@@ -76,12 +76,12 @@ def test_a_stranger_that_has_gone_may_be_any_other_descriptor_when_it_is_looked_
     """The thread that lets nodes in goes on, and nothing is done to the other one."""
     with OTHERS[name]() as other:
         number = other if isinstance(other, int) else other.fileno()
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
         assert handler._open[number].address == zap._UNKNOWN
         handler._let_in = 1
         assert handler.received() == {}
         assert number not in handler.descriptors()
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
     assert not handler._open
 
 
@@ -95,7 +95,7 @@ def test_what_has_a_connections_number_now_is_left_alone(handler: zap.ZapHandler
 
         accepted, _ = connection()
         number = accepted.fileno()
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), number))
         handler._let_in = 1
         assert handler.watch(number, 0)
         assert list(handler.received()) == [number]
@@ -109,7 +109,7 @@ def test_what_has_a_connections_number_now_is_left_alone(handler: zap.ZapHandler
         assert handler.cut_deaf(-1.0) == []
         its_end.sendall(b"as before")
         assert another.recv(100) == b"as before"
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))
         assert handler.take_leaving() == [0]
 
 
@@ -122,16 +122,16 @@ def test_a_node_is_not_told_as_a_stranger_when_another_process_of_its_host_looks
         for _ in range(2):
             stack.enter_context(socket.create_connection(server.getsockname()))
             numbers.append(stack.enter_context(server.accept()[0]).fileno())
-            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), numbers[-1]))
+            handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), numbers[-1]))
         node, looks = numbers
         assert handler._answer([b"1.0", b"1", sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])[2] == b"200"
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), looks))
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), looks))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
         assert handler.watch(node, 0)
         assert handler.refused == 0
         for stranger in ("noise", "told"):  # one that fails the handshake is told still
-            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), looks))
-            handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
+            handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), looks))
+            handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), looks))
             assert handler.refused == (1 if stranger == "noise" else 2)
 
 
@@ -150,13 +150,13 @@ def test_a_connection_is_known_where_there_is_no_descriptor_for_a_look_at_it(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(zap, "_copy", exhausted)
-            handler._note(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), accepted.fileno()))
+            handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), accepted.fileno()))
         handler._answer([b"1.0", b"1", sockets.ZAP_DOMAIN, b"127.0.0.1", b"", b"NULL"])
         handler.watch(accepted.fileno(), 0)
         assert accepted.fileno() in handler.descriptors()
         handler.cut(0)
         assert node.recv(1) == b""
-        handler._note(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), accepted.fileno()))
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), accepted.fileno()))
         assert handler.take_leaving() == [0]
 
 
@@ -184,9 +184,9 @@ def test_a_peer_is_not_late_that_was_not_heard_because_the_listener_was_at_anoth
         first, peer = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2))
         for one in (first, peer):
             assert len(one.recv(NONCE)) == NONCE
-        first.sendall(b"DTt3" + bytes(HELLO - 4))
+        first.sendall(b"DTt4" + bytes(HELLO - 4))
         assert stalled.wait(HANG)
-        peer.sendall(b"DTt3" + (1).to_bytes(4, "little") + bytes(HELLO - 8))
+        peer.sendall(b"DTt4" + (1).to_bytes(4, "little") + bytes(HELLO - 8))
         said.set()
         peer.settimeout(HANG)
         with contextlib.suppress(ConnectionError):
@@ -217,7 +217,7 @@ def test_a_peer_that_has_said_hello_is_heard_before_strangers_push_it_out() -> N
             return stack.enter_context(socket.create_connection((host, int(port))))
 
         def say_hello(sock: socket.socket, rank: int) -> None:
-            sock.sendall(b"DTt3" + rank.to_bytes(4, "little") + bytes(HELLO - 8))
+            sock.sendall(b"DTt4" + rank.to_bytes(4, "little") + bytes(HELLO - 8))
 
         peer, first = come(), come()
         for one in (peer, first):

@@ -22,6 +22,7 @@ FOLDERS = {
     "meshes": ["meshes"],
     "nn": ["nn"],
     "ops": ["dispatch", "proxy", "session", "storage", "torch_backend", "torch_patches"],
+    "seeing": ["seeing"],
     "shared": ["runtime.shared"],
     "streams": ["streams", "futures"],
     "tasks": ["tasks"],

@@ -13,6 +13,7 @@ from sources import Source, below, refuse
 #: Attributes with threads that start later, and why nobody joins them before.
 LATER = {
     "runtime/transport/tunnel_io.py:_thread": "`start` comes before anybody gets the pump",
+    "runtime/endpoints/wires.py:_thread": "`start` comes before anybody gets the wires",
     "runtime/node/process_groups.py:_watcher": "`end` asks whether it is alive",
 }
 

@@ -36,7 +36,7 @@ HELLO = c.Hello(PROTOCOL, "a job", 1, "host", TORCH, python_version(), ("cpu",),
 def met(hello: c.Hello) -> None:
     """Meets a node that says this."""
     node = Node(0)
-    node.said_hello = hello
+    node.connection.hello = hello
     link = SimpleNamespace(nodes=[node], losses=SimpleNamespace(errors=[]))
     meet(cast(Any, SimpleNamespace(link=link, job="a job", launcher=None)), [0], 1)
 
@@ -126,16 +126,16 @@ def test_an_untested_torch_is_told_of_in_one_line(
 ) -> None:
     monkeypatch.delenv("DISTTENSOR_UNTESTED", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
-    tested_versions.say()
+    tested_versions.print_untested()
     told = capsys.readouterr().err
     assert told.startswith("disttensor: torch 2.99.1+cpu is not among")
     assert told.count("\n") == 1
     monkeypatch.setenv("DISTTENSOR_UNTESTED", "1")
-    tested_versions.say()
+    tested_versions.print_untested()
     monkeypatch.delenv("DISTTENSOR_UNTESTED")
     for known in tested_versions.TORCH:
         monkeypatch.setattr(torch, "__version__", f"{known}.1+cu130")
-        tested_versions.say()
+        tested_versions.print_untested()
     assert capsys.readouterr().err == ""
 
 
@@ -171,17 +171,17 @@ def form(info: Any, known: list[type]) -> object:
 
 #: All that crosses a process boundary as structs.
 MESSAGES = (
-    c.Batch, c.Report, side.Word, shared_objects.Request, shared_objects.ObjectAnswer, frames.Said, Bundle,
-    control.Order, control.News,
+    c.Batch, c.Report, side.Word, side.Answer, shared_objects.Request, shared_objects.ObjectAnswer, frames.Said,
+    Bundle, control.Order, control.News,
 )  # fmt: skip
 #: What they are in the version of now.
-DIGEST = "402aac46cd61e834"
+DIGEST = "29adb1b8e3370266"
 
 
 def test_other_messages_have_another_protocol() -> None:
     """Two versions that take each other for one would lose nodes to messages that one of them does not understand."""
     digest = hashlib.sha256(repr([form(msgspec.inspect.type_info(kind), []) for kind in MESSAGES]).encode()).hexdigest()
-    assert (PROTOCOL, digest[:16]) == (19, DIGEST), (
+    assert (PROTOCOL, digest[:16]) == (22, DIGEST), (
         "messages have changed: raise PROTOCOL (runtime/protocol/bundle.py; docs/SSH.md and docs/DOCTOR.md name it), "
         "and write both here"
     )

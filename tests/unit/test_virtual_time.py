@@ -93,7 +93,7 @@ def test_who_is_given_a_clock_asks_nothing_else_for_the_time() -> None:
 def state(hub: FakeHub, clock: VirtualClock) -> Iterator[LinkState]:
     made = LinkState(hub, 2, clock=clock)
     for node in made.nodes:
-        node.said_hello = HELLO
+        node.connection.hello = HELLO
     yield made
     made.interrupts.restore()
 
@@ -148,7 +148,7 @@ def test_a_node_whose_launcher_says_nothing_is_lost_by_the_end_of_its_connection
 ) -> None:
     launcher, began = SilentLauncher(), clock.now()
     losses = Losses(state, Requests(state), SideChannels(clock), launcher, lambda error: None)
-    losses.disconnected(1, "its connection ended")
+    losses.disconnected(1, "its connection ended", 0)
     losses.explain()
     launcher.stop(0)
     assert [(error.rank, error.cause) for error in losses.errors] == [(1, "its connection ended")]
@@ -159,7 +159,7 @@ def test_the_service_looks_for_connections_that_do_not_answer(hub: FakeHub, cloc
     lost, told = list[tuple[int, float]](), threading.Event()
     began = clock.now()
 
-    def lose(rank: int, why: str) -> None:
+    def lose(rank: int, why: str, incarnation: int) -> None:
         lost.append((rank, clock.now() - began))
         told.set()
 
@@ -191,7 +191,7 @@ class Host(Branch):
         super().__init__("a", 1)
         self.root, self.silent, self.beats_heard = root, False, 0
 
-    def say(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         if isinstance(order, Beat) and not self.silent:
             self.beats_heard += 1
             self.root.loop.later(0, lambda: self.root.heard(self, Beat(order.silence, 0.0)))
@@ -248,11 +248,13 @@ def test_an_agent_that_hears_nothing_stops_its_nodes_after_ten_seconds_and_ends_
                 clock.plan(0.25, look)
 
         def beat() -> None:
-            root.say(Beat(SILENCE, clock.now()))
+            root.send_message(Beat(SILENCE, clock.now()))
 
         clock.plan(0, look)
         clock.plan(8, beat)  # just in time
-        clock.plan(25, lambda: root.say(Beat(SILENCE, clock.now() - SILENCE.lost)))  # it was on its way for long
+        clock.plan(
+            25, lambda: root.send_message(Beat(SILENCE, clock.now() - SILENCE.lost))
+        )  # it was on its way for long
         clock.plan(30, beat)  # after which they go on
         clock.plan(600, root.close)  # so that it ends even if it is not to
         assert agent.run() == EX_ROOT_GONE

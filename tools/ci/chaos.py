@@ -1,4 +1,4 @@
-"""python tools/ci/chaos.py [--seconds 600] [--seed N] [--every 2] [--nodes 3] [--only TEXT]
+"""python tools/ci/chaos.py [--seconds 600] [--seed N] [--every 2] [--nodes 3] [--only TEXT] [--simcuda DEVICES]
 
 A script computes on nodes and compares all with local torch, bit for bit, while faults come: a random one every few
 seconds. What they must not lead to is a failure: a wrong number, an error that no fault explains, a node lost that
@@ -68,6 +68,8 @@ INSIDE = (
     "a full window",
     "eight threads",
 )
+#: A kernel whose index is out of range ends what its process has of GPUs.
+NOT_ON_GPUS = {"a command that fails"}
 
 #: What a stranger says first: other protocols, halves of ours, a frame of a gigabyte.
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)
@@ -91,7 +93,9 @@ class Failed(Exception):
 class Chaos:
     """A run: the script, and the faults that come to it."""
 
-    def __init__(self, seed: int, every: float, nodes: int, kinds: list[str], errors: IO[str]) -> None:
+    def __init__(
+        self, seed: int, every: float, nodes: int, kinds: list[str], errors: IO[str], env: dict[str, str]
+    ) -> None:
         self.kinds = kinds
         self.rng, self.every, self.nodes = random.Random(seed), every, nodes
         self.faults: Counter[str] = Counter()
@@ -108,7 +112,7 @@ class Chaos:
         self.news, self.unread = mine, b""
         self.began = self.heard = time.monotonic()
         command = [sys.executable, str(Path(__file__).with_name("chaos_script.py")), "--seed", str(seed)]
-        command += ["--nodes", str(nodes), "--news", str(its)]
+        command += ["--nodes", str(nodes), "--news", str(its), "--env", json.dumps(env)]
         environment = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}
         self.script = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=errors, env=environment, pass_fds=[its], start_new_session=True
@@ -319,6 +323,16 @@ def said(errors: IO[str]) -> str:
     return errors.read()
 
 
+def devices(count: int) -> dict[str, str]:
+    """The environment of nodes that have so many simulated GPUs."""
+    if not count:
+        return {}
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kit"))
+    from simcuda_kit import environment
+
+    return {**environment(True, devices=count, delay_ms=1), "OMP_NUM_THREADS": "1"}
+
+
 def check(chaos: Chaos, text: str, seconds: float) -> None:
     if "Exception ignored" in text:
         raise Failed("something was printed of an exception that nobody could be given (see above)")
@@ -336,16 +350,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="default: from the time")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two faults")
     parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument(
+        "--simcuda", type=int, default=0, help="how many simulated GPUs nodes have (docs/dev/simcuda.md)"
+    )
     parser.add_argument("--only", action="append", help="faults whose names have this text; may come more than once")
     options = parser.parse_args()
-    kinds = [kind for kind in (*OUTSIDE, *INSIDE) if not options.only or any(text in kind for text in options.only)]
+    faults = [kind for kind in (*OUTSIDE, *INSIDE) if not options.simcuda or kind not in NOT_ON_GPUS]
+    kinds = [kind for kind in faults if not options.only or any(text in kind for text in options.only)]
     if not kinds:
-        parser.error(f"no fault is called so; there are: {', '.join((*OUTSIDE, *INSIDE))}")
+        parser.error(f"no fault is called so; there are: {', '.join(faults)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("chaos: ended by SIGTERM"))
     seed = time.time_ns() % 10**9 if options.seed is None else options.seed
     print(f"chaos: seed {seed}, {options.seconds:g} s, a fault every {options.every:g} s", flush=True)
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        chaos = Chaos(seed, options.every, options.nodes, kinds, errors)
+        chaos = Chaos(seed, options.every, options.nodes, kinds, errors, devices(options.simcuda))
         try:
             try:
                 chaos.run(options.seconds)

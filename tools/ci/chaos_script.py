@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -186,7 +187,8 @@ class Session:
         self.doing = "begin"
 
     def begin(self) -> None:
-        dt.init_master_worker(nodes=self.nodes, threads=1)
+        with self.script.around_nodes():
+            dt.init_master_worker(nodes=self.nodes, threads=1)
         for node in self.alive:
             x = torch.zeros(16, 16, device=f"node:{node}")
             self._played(x).sum().item()  # what is asked at a first call is asked before it is recorded
@@ -243,7 +245,7 @@ class Session:
         rng, x = self.rng, self.pick()
         y = self.pick(x.node, x)
         number = rng.uniform(-1, 1)
-        self.doing = rng.choice(STEPS)
+        self.doing = rng.choice(self.script.steps)
         match self.doing:
             case "fresh":
                 self.fresh(rng.choice(self.alive), rng.choice(SHAPES))
@@ -554,8 +556,11 @@ WHOLE = {
 class Script:
     """The process: sessions, one after the other, until it is told to end."""
 
-    def __init__(self, seed: int, nodes: int, news: int) -> None:
+    def __init__(self, seed: int, nodes: int, news: int, env: dict[str, str]) -> None:
         self.rng, self.nodes, self.news = random.Random(seed), nodes, news
+        self.env = env  #: of nodes
+        #: a GPU's numbers are not the CPU's
+        self.steps = [step for step in STEPS if not env or step != "random"]
         self.counts: Counter[str] = Counter()
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -563,6 +568,10 @@ class Script:
         self.armed = self.over = False
         self.wrong: list[str] = []  #: what hooks have caught
         self.told = 0.0
+
+    def around_nodes(self) -> contextlib.AbstractContextManager[Any]:
+        """Has nodes that start meanwhile have the variables from the first moment: libraries are preloaded by them."""
+        return mock.patch.dict(os.environ, self.env)
 
     def tell(self, **message: Any) -> None:
         with self.lock:
@@ -631,7 +640,9 @@ class Script:
 
     def main(self) -> None:
         self.hooks()
-        with dt.init_master_worker(nodes=2, threads=1):  # what stays from a first session stays once
+        with self.around_nodes():
+            session = dt.init_master_worker(nodes=2, threads=1)
+        with session:  # what stays from a first session stays once
             xs = [torch.ones(1 << 17, device=f"node:{node}") for node in range(2)]
             dt.all_reduce(xs)
             xs[0].to("node:1").cpu()
@@ -731,10 +742,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--news", type=int, required=True)
+    parser.add_argument("--env", type=json.loads, default={}, help="of the nodes, as JSON")
     options = parser.parse_args()
     faulthandler.enable()
     torch.set_num_threads(1)
-    script = Script(options.seed, options.nodes, options.news)
+    script = Script(options.seed, options.nodes, options.news, options.env)
     with reported(script):
         script.main()
     faulthandler.cancel_dump_traceback_later()

@@ -1,6 +1,7 @@
 """Operators of simulated CUDA devices: the CPU's kernels, over aliases of device memory, on the streams' threads.
 
-    caller     the meta kernel says what comes out; torch's caching allocator has the memory; a closure is enqueued
+    caller     the meta kernel says what comes out, or the CPU's (``_told``); torch's caching allocator has the memory;
+               a closure is enqueued
     stream     the closure makes CPU tensors at addresses that tasks may touch, and calls the CPU's kernel
 
 A closure holds addresses, never tensors of the device: were it to keep them alive, no mistake about a lifetime or
@@ -8,16 +9,22 @@ about ``record_stream`` could be seen. It calls nothing of CUDA.
 
 What random operators draw: those of the n-th call since a generator was seeded draw what a new generator of the CPU
 draws whose seed is of both (``_drawing``). A generator's offset counts as on a GPU, so its state can be kept and set.
+What a graph draws is counted while it is captured: each replay draws that much, from where the generator is then.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
+import re
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +115,18 @@ def _run(number: int) -> None:
         _runtime.simcuda_break(_LAUNCH_FAILURE)
 
 
+def _stream(index: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
+
+
+def _capturing(index: int) -> int:
+    """Returns the number of the capture that the current stream of a device is in, or 0."""
+    return int(_runtime.simcuda_capturing(index, _stream(index)))
+
+
 def launch(device: torch.device, work: Callable[[], None]) -> None:
     """Has the current stream of a device call ``work``."""
-    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
+    stream = _stream(device.index)
     number = next(_numbers)
     if _runtime.simcuda_capturing(device.index, stream):
         _replayed.add(number)
@@ -142,7 +158,7 @@ def _filled(tensor: Tensor) -> Tensor:
     """Fills what the allocator has given, which may be a block that was free, as soon as the stream comes to it."""
     if size := tensor.untyped_storage().nbytes():
         index = tensor.device.index
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
+        stream = _stream(index)
         pattern = ctypes.c_uint64(_FILLS.get(tensor.dtype, _INTEGERS))
         storage = ctypes.c_void_p(tensor.untyped_storage().data_ptr())
         if error := _runtime.simcuda_fill(index, storage, pattern, ctypes.c_size_t(size), stream):
@@ -155,6 +171,74 @@ def _fresh(kernel: Any) -> Callable[..., Tensor]:
         return _filled(kernel.call_boxed(_CUDA, *args, **kwargs))
 
     return empty
+
+
+# ---- random numbers
+
+Generators = Callable[[], torch.Generator]  #: gives a CPU's generator for one call of a random operator
+
+
+def _drawing(generator: torch.Generator | None, device: torch.device) -> Generators:
+    own = torch.cuda.default_generators[device.index] if generator is None else generator
+    if own.device.type != "cuda":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{own.device.type}'")
+    if number := _capturing(device.index):
+        return _captured[number].add(own)
+    offset = own.get_offset()
+    own.set_offset(offset + 4)
+    return partial(_seeded, own.initial_seed(), offset)
+
+
+def _seeded(seed: int, offset: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 6364136223846793005 + offset) & ((1 << 63) - 1))
+
+
+class GraphDraws:
+    """The random calls of a graph: how many there are of each generator, and where that is at the replay under way."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.Generator, int] = {}
+        self._at: dict[torch.Generator, tuple[int, int]] = {}  #: seed and offset
+
+    def add(self, own: torch.Generator) -> Generators:
+        """Counts a call that is captured."""
+        count = self._counts.get(own, 0)
+        self._counts[own] = count + 1
+
+        def drawn() -> torch.Generator:
+            seed, offset = self._at[own]
+            return _seeded(seed, offset + 4 * count)
+
+        return drawn
+
+    def begin(self) -> None:
+        """Has the replay that comes next on the current stream draw from where the generators are, which go on."""
+        for own, count in self._counts.items():
+            offset = own.get_offset()
+            own.set_offset(offset + 4 * count)
+            at = own.initial_seed(), offset
+            launch(torch.device("cuda", torch.cuda.current_device()), partial(self._at.__setitem__, own, at))
+
+
+#: By the numbers of captures.
+_captured: weakref.WeakValueDictionary[int, GraphDraws] = weakref.WeakValueDictionary()
+
+
+def _graphs_draw(kind: Any) -> None:
+    """Has CUDA graphs draw. torch's own kernels read the generator's place in the device's memory, which it writes."""
+    capture_begin, replay = kind.capture_begin, kind.replay
+
+    def capture(self: Any, *args: Any, **kwargs: Any) -> None:
+        capture_begin(self, *args, **kwargs)
+        self.simcuda_draws = GraphDraws()
+        _captured[_capturing(torch.cuda.current_device())] = self.simcuda_draws
+
+    def draw(self: Any) -> None:
+        self.simcuda_draws.begin()
+        replay(self)
+
+    kind.capture_begin, kind.replay = capture, draw
+    kind.simcuda_draws = GraphDraws()  # of one that has captured nothing
 
 
 # ---- the general rule
@@ -178,17 +262,6 @@ def _on_one_device(name: str, flat: Sequence[Any], device: torch.device) -> None
             )
 
 
-def _drawing(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Returns a CPU's generator for one call of a random operator."""
-    own = torch.cuda.default_generators[device.index] if generator is None else generator
-    if own.device.type != "cuda":
-        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{own.device.type}'")
-    offset = own.get_offset()
-    own.set_offset(offset + 4)
-    seed = (own.initial_seed() * 6364136223846793005 + offset) & ((1 << 63) - 1)
-    return torch.Generator().manual_seed(seed)
-
-
 def _number(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x
@@ -200,10 +273,49 @@ def _stays(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) and x.dim() else x
 
 
-def _meta(x: Any) -> Any:
-    if isinstance(x, Tensor) and x.is_cuda:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return x
+def _stand_in(x: Any, device: str) -> Any:
+    """Returns a tensor that lies as ``x`` does: on the meta device, or of ones."""
+    if not (isinstance(x, Tensor) and x.is_cuda):
+        return x
+    stands = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return stands.fill_(1) if device == "cpu" else stands
+
+
+def _told(op: Any, flat: list[Any], tree: Any, devices: Sequence[str], random: bool) -> tuple[Any, list[Any]]:
+    """Returns tensors that lie as the results do, and those that stood for the operands: of the first of these devices
+    whose kernel takes them. None where none does."""
+    for device in devices:
+        stands = [_stand_in(x, device) for x in flat]
+        args, kwargs = tree_unflatten(stands, tree)
+        if "device" in kwargs:
+            kwargs["device"] = device
+        if random:
+            kwargs["generator"] = None
+        try:
+            return op(*args, **kwargs), stands
+        except NotImplementedError:
+            continue
+        except Exception:
+            if device == "meta":  # what the CPU refuses to do with ones it may do with the operands
+                raise
+    return None, stands
+
+
+def _plain(x: Tensor) -> bool:
+    """Returns whether a tensor has the strides of a new one; torch calls some others contiguous, too."""
+    return x.stride() == torch.empty(x.shape, device="meta").stride()
+
+
+@functools.cache
+def _in_common() -> set[str]:
+    """Returns the operators for which a CPU and CUDA have one function around their kernels: it lays the results."""
+    listed = Path(torch.__file__).parents[1] / "torchgen" / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    found = set()
+    for entry in listed.read_text().split("\n- func: ")[1:]:
+        keys = [keys.split(", ") for keys in re.findall(r"^    ([\w, ]+): \w+", entry, re.M)]
+        if any({"CPU", "CUDA"} <= {*each} for each in keys) or re.search(r"^  structured(_delegate)?: ", entry, re.M):
+            found.add(f"aten::{entry.partition('(')[0]}")
+    return found
 
 
 def rule(op: Any, name: str, compute: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -216,6 +328,8 @@ def rule(op: Any, name: str, compute: Callable[..., Any] | None = None) -> Calla
     """
     compute = compute or op
     random = any(a.name == "generator" for a in op._schema.arguments)
+    # meta kernels in Python choose other strides than torch's function in C++, for dimensions of one element and more
+    laid_as_here = name in _in_common() and not random
     order = [a.name for a in op._schema.arguments]
     # torch gives a kernel in Python numbers where it has made tensors of them, which most operators then refuse
     numbers = torch._C._should_allow_numbers_as_tensors(name.removeprefix("aten::").partition(".")[0])
@@ -234,34 +348,26 @@ def rule(op: Any, name: str, compute: Callable[..., Any] | None = None) -> Calla
         if random:
             drawn = _drawing(kwargs.get("generator"), device)
 
-        metas = [_meta(x) for x in flat]
-        a, k = tree_unflatten(metas, tree)
-        if "device" in k:
-            k["device"] = "meta"
-        if random:
-            k["generator"] = None
-        try:
-            told = op(*a, **k)
-        except NotImplementedError:
-            told = None
+        odd = laid_as_here and any(isinstance(x, Tensor) and x.is_cuda and not _plain(x) for x in flat)
+        told, stands = _told(op, flat, tree, ("cpu", "meta") if odd else ("meta",), random)
         if told is None and op._schema.returns:
             return _at_once(name, compute, flat, tree, device, drawn if random else None)
 
-        same = {id(m): x for m, x in zip(metas, flat, strict=True) if isinstance(x, Tensor)}
+        same = {id(m): x for m, x in zip(stands, flat, strict=True) if isinstance(x, Tensor)}
         leaves, shape = tree_flatten(told)
         outs = [_output(m, same, device) for m in leaves]
         pairs = zip(outs, leaves, strict=True)
         made = [where(o) if isinstance(o, Tensor) and id(m) not in same else None for o, m in pairs]
         inputs = [where(x) if isinstance(x, Tensor) and x.is_cuda else None for x in flat]
         others = [None if w else _stays(x) for x, w in zip(flat, inputs, strict=True)]
-        del flat, metas, same, args, kwargs, a, k, told, leaves, pairs
+        del flat, stands, same, args, kwargs, told, leaves, pairs
 
         def work() -> None:
             a, k = tree_unflatten([w.alias() if w else x for w, x in zip(inputs, others, strict=True)], tree)
             if "device" in k:
                 k["device"] = "cpu"
             if random:
-                k["generator"] = drawn
+                k["generator"] = drawn()
             for value, out in zip(tree_flatten(compute(*a, **k))[0], made, strict=True):
                 if out and value is not None:
                     out.alias().copy_(value)
@@ -285,7 +391,7 @@ def _output(m: Any, same: dict[int, Tensor], device: torch.device) -> Any:
         return torch.ops.aten.empty_strided(m.shape, m.stride(), dtype=m.dtype, device=device)
     given = same[id(m)]
     if given.shape != m.shape:
-        given.resize_(m.shape)
+        given.resize_(m.shape).as_strided_(m.shape, m.stride())
     return given
 
 
@@ -295,7 +401,7 @@ def _at_once(
     flat: list[Any],
     tree: Any,
     device: torch.device,
-    drawn: torch.Generator | None,
+    drawn: Generators | None,
 ) -> Any:
     """Computes what has no meta kernel, or whose values say how large the result is: it waits, as such do on a GPU."""
     torch.cuda.current_stream(device).synchronize()
@@ -304,7 +410,7 @@ def _at_once(
     if "device" in k:
         k["device"] = "cpu"
     if drawn is not None:
-        k["generator"] = drawn
+        k["generator"] = drawn()
     same = {id(alias): x for alias, x in zip(inputs, flat, strict=True)}
 
     def back(value: Any) -> Any:
@@ -455,6 +561,7 @@ def install() -> None:
             counts[how] = counts.get(how, 0) + 1
             library.impl(name.removeprefix("aten::"), kernel, "CUDA")
     torch.backends.cudnn.enabled = False
+    _graphs_draw(torch.cuda.CUDAGraph)
     atexit.register(_runtime.simcuda_close)
 
 

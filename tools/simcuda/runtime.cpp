@@ -49,8 +49,8 @@ enum Error : int {
     UNINITIALIZED_DEVICE = 201, MAP_FAILED_ = 205, NO_PEER = 217, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, PEER_ALREADY = 704, PEER_NOT_ENABLED = 705, REGISTERED_ALREADY = 712, NOT_REGISTERED = 713,
     LAUNCH_FAILURE = 719, NOT_PERMITTED = 800, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901,
-    CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905, CAPTURE_IMPLICIT = 906,
-    CAPTURED_EVENT = 907,
+    CAPTURE_MERGE = 902, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904, CAPTURE_ISOLATION = 905,
+    CAPTURE_IMPLICIT = 906, CAPTURED_EVENT = 907, CAPTURE_WRONG_THREAD = 908,
 };
 
 struct Said { int error; const char* name; const char* text; };
@@ -76,11 +76,13 @@ const Said SAID[] = {
     {NOT_PERMITTED, "cudaErrorNotPermitted", "operation not permitted"},
     {CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
     {CAPTURE_INVALIDATED, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+    {CAPTURE_MERGE, "cudaErrorStreamCaptureMerge", "operation would result in a merge of separate capture sequences"},
     {CAPTURE_UNMATCHED, "cudaErrorStreamCaptureUnmatched", "capture was not ended in the same stream as it began"},
     {CAPTURE_UNJOINED, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
     {CAPTURE_ISOLATION, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
     {CAPTURE_IMPLICIT, "cudaErrorStreamCaptureImplicit", "operation would make the legacy stream depend on a capturing blocking stream"},
     {CAPTURED_EVENT, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
+    {CAPTURE_WRONG_THREAD, "cudaErrorStreamCaptureWrongThread", "attempt to terminate a thread-local capture sequence from another thread"},
 };
 
 constexpr uint64_t WINDOW = 0x200000000000, SHIFT = 0x100000000000, REGION = uint64_t(1) << 40;
@@ -463,14 +465,22 @@ int say(int error) {
         if (world.sticky) return say(world.sticky);                   \
     } while (0)
 
-// Calls that no capture allows, unless this thread has relaxed its mode: they would wait or allocate behind its back.
+// Calls that a capture of this thread does not allow, and a global one of no thread (they would wait or allocate behind
+// its back), unless this thread has relaxed its mode: wholly, or as to captures of other threads.
 int unsafe() {
-    for (auto& capture : world.captures)
-        if (capture_mode != 2 && (capture->mode == 0 || (capture->mode == 1 && pthread_equal(capture->thread, pthread_self())))) {
-            capture->invalid = true;
-            return CAPTURE_UNSUPPORTED;
-        }
+    for (auto& capture : world.captures) {
+        bool mine = pthread_equal(capture->thread, pthread_self());
+        if (capture_mode == 2 || capture->mode == 2 || !(mine || (capture->mode == 0 && capture_mode == 0))) continue;
+        capture->invalid = true;
+        return CAPTURE_UNSUPPORTED;
+    }
     return SUCCESS;
+}
+
+// The error of a wait for an event that was captured: it stands for nothing that would ever be done.
+int waits_for_captured(const std::shared_ptr<Capture>& capture) {
+    capture->invalid = true;
+    return CAPTURED_EVENT;
 }
 
 // ---- memory
@@ -659,10 +669,11 @@ EXPORT void simcuda_break(int error) {
     world.sticky = error;
     world.moved.notify_all();
 }
-EXPORT int simcuda_capturing(int device, void* handle) {
+// The number of the capture that a stream is in, from 1 on; 0 where it is in none.
+EXPORT unsigned simcuda_capturing(int device, void* handle) {
     Lock lock(world.mutex);
     auto stream = on_device(device, handle);
-    return stream && stream->capture ? 1 : 0;
+    return stream && stream->capture ? stream->capture->id : 0;
 }
 // Before the interpreter ends: no task begins any more, and the one that runs is waited for.
 EXPORT void simcuda_close() {
@@ -1181,9 +1192,12 @@ EXPORT int cudaStreamWaitEvent(void* on, void* handle, unsigned) {
     if (!event || !stream) return say(INVALID_HANDLE);
     if (event->capture) {
         auto capture = event->capture;
-        if (stream->capture && stream->capture != capture) return say(CAPTURE_ISOLATION);
         bool open = false;
         for (auto& other : world.captures) open |= other == capture;
+        if (stream->capture && stream->capture != capture) {
+            stream->capture->invalid = capture->invalid = true;
+            return say(open ? CAPTURE_MERGE : CAPTURE_ISOLATION);
+        }
         if (!open) return say(CAPTURED_EVENT);
         if (!stream->capture) {
             stream->capture = capture;
@@ -1206,7 +1220,8 @@ EXPORT int cudaEventQuery(void* handle) {
     Lock lock(world.mutex);
     auto event = event_of(handle);
     if (!event) return say(INVALID_HANDLE);
-    if (event->capture) return say(CAPTURED_EVENT);
+    if (event->capture) return say(waits_for_captured(event->capture));
+    if (int error = unsafe()) return say(error);
     return event->moment->done < event->moment->recorded ? NOT_READY : SUCCESS;
 }
 EXPORT int cudaEventSynchronize(void* handle) {
@@ -1217,7 +1232,7 @@ EXPORT int cudaEventSynchronize(void* handle) {
         Lock lock(world.mutex);
         event = event_of(handle);
         if (!event) return say(INVALID_HANDLE);
-        if (event->capture) return say(CAPTURED_EVENT);
+        if (event->capture) return say(waits_for_captured(event->capture));
         version = event->moment->recorded;
     }
     if (event->moment->done >= version) return SUCCESS;
@@ -1296,6 +1311,7 @@ EXPORT int cudaStreamEndCapture(void* handle, void** graph) {
     auto capture = stream->capture;
     if (!capture) return say(INVALID_VALUE);
     if (capture->origin != stream.get()) return say(CAPTURE_UNMATCHED);
+    if (capture->mode != 2 && !pthread_equal(capture->thread, pthread_self())) return say(CAPTURE_WRONG_THREAD);
     for (Stream* one : capture->streams) {
         auto it = world.streams.find(one);
         if (it != world.streams.end()) it->second->capture = nullptr;

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...dispatch.dispatch import dispatch
+from ...dispatch.dispatch import part
 from ...dispatch.op_plan import OpEntry
 from ...dispatch.op_table import fallback
 from ...proxy.proxy import DistributedTensor
@@ -92,10 +92,10 @@ def widened(entry: OpEntry, args: Any, kwargs: Any) -> Any:
         return _cast(value, wider) if isinstance(value, torch.Tensor) else value
 
     wide_args, wide_kwargs = tree_map(widen, (args, kwargs))
-    result = dispatch(entry.op, (), wide_args, wide_kwargs)
+    result = part(entry.op, (), wide_args, wide_kwargs)
     written = [(args[w], wide_args[w]) if isinstance(w, int) else (kwargs[w], wide_kwargs[w]) for w in entry.writes]
     for target, wide in written:
-        dispatch(aten.copy_.default, (), (target, wide))
+        part(aten.copy_.default, (), (target, wide))
     if entry.returned:
         targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
         return targets[0] if len(targets) == 1 else tuple(targets)
@@ -104,7 +104,7 @@ def widened(entry: OpEntry, args: Any, kwargs: Any) -> Any:
 
 def _cast(x: torch.Tensor, to: dict[torch.dtype, torch.dtype]) -> Any:
     dtype = to.get(x.dtype)
-    return x if dtype is None else dispatch(aten._to_copy.default, (), (x,), {"dtype": dtype})
+    return x if dtype is None else part(aten._to_copy.default, (), (x,), {"dtype": dtype})
 
 
 @fallback("nansum")
@@ -113,7 +113,7 @@ def nansum(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     x, *dims = args
     if not x.dtype.is_complex or not _computes_as_cpu([x]):
         return NotImplemented
-    gone = dispatch(aten.isnan.default, (), (x,))
-    kept = dispatch(aten.masked_fill.Scalar, (), (x, gone, 0))
+    gone = part(aten.isnan.default, (), (x,))
+    kept = part(aten.masked_fill.Scalar, (), (x, gone, 0))
     total = aten.sum.IntList_out if entry.mutable else aten.sum.dim_IntList
-    return dispatch(total, (), (kept, *(dims or [None])), kwargs)
+    return part(total, (), (kept, *(dims or [None])), kwargs)

@@ -99,7 +99,7 @@ class _Drive:
 
     def run(self) -> History:
         with torch.no_grad():
-            self._strategy.begin(self._loop, self._workers, self._history.events.append)
+            self._strategy.begin_training(self._loop, self._workers, self._history.events.append)
             for worker in self._workers:
                 self._loop.spawn(self._work(worker), worker)
             self._loop.run()
@@ -198,4 +198,4 @@ class _Drive:
         _log.warning("drive: worker %d is lost in step %d, the others go on: %s", worker.index, worker.step, found)
         if worker in self._at_work:
             self._at_work.remove(worker)
-        self._loop.drop(worker)
+        self._loop.drop_worker(worker)

@@ -70,13 +70,13 @@ class Loop:
             if self._ready:
                 continue
             if self._tasks:
-                self._ended(self._next())
+                self._wake_waiters(self._next())
 
-    def drop(self, worker: Worker) -> None:
+    def drop_worker(self, worker: Worker) -> None:
         """Ends all tasks of a worker."""
         for task in [task for task in self._tasks if task.worker is worker]:
             task.steps.close()
-            self._end(task)
+            self._end_task(task)
 
     def _next(self) -> Any:
         if self._random is None:
@@ -86,20 +86,20 @@ class Loop:
         work._await_end(None)
         return work
 
-    def _ended(self, thing: Any) -> None:
+    def _wake_waiters(self, thing: Any) -> None:
         for task in self._waiters.pop(thing, []):
             task.left -= 1
             if not task.left and not task.done:
                 self._ready.append(task)
 
-    def _end(self, task: GeneratorTask) -> None:
+    def _end_task(self, task: GeneratorTask) -> None:
         task.done = True
         if task in self._tasks:
             self._tasks.remove(task)
         for there in (self._ready, self._gated):
             if task in there:
                 there.remove(task)
-        self._ended(task)
+        self._wake_waiters(task)
 
     def _advance(self, task: GeneratorTask) -> None:
         wants, task.wants = task.wants, []
@@ -113,10 +113,10 @@ class Loop:
             else:
                 wanted = next(task.steps)
         except StopIteration:
-            self._end(task)
+            self._end_task(task)
             return
         except Exception as error:
-            self._end(task)
+            self._end_task(task)
             if not self._failed(task, error):
                 raise
             return

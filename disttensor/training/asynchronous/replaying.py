@@ -125,12 +125,12 @@ class LocalReplay:
 
     def run(self) -> None:
         with torch.no_grad():
-            self._strategy.begin(self, self._workers, self._came)  # type: ignore[arg-type]
+            self._strategy.begin_training(self, self._workers, self._on_event)  # type: ignore[arg-type]
             self._mains = [self._work(worker) for worker in self._workers]
             while len(self.events) < len(self._recorded):
                 self._go_on(self._recorded[len(self.events)])
             self._finish()
-            self._give()
+            self._write_values()
 
     def spawn(self, steps: Steps, worker: Worker) -> Steps:
         """Notes a push: ``Loop.spawn``."""
@@ -171,7 +171,7 @@ class LocalReplay:
             while worker.steps < wanted:
                 self._advance(worker.index)
 
-    def _came(self, event: TrainingEvent) -> None:
+    def _on_event(self, event: TrainingEvent) -> None:
         """Called for each event that the strategy comes to."""
         count = len(self.events)
         if event.worker in self._lost and not self._left[event.worker]:
@@ -206,7 +206,7 @@ class LocalReplay:
     def _has_centre(self) -> bool:
         return self._strategy.served or isinstance(self._strategy, EASGD)
 
-    def _give(self) -> None:
+    def _write_values(self) -> None:
         """Writes the server's values, or the centre's, into what was given for them."""
         left = [worker for worker in self._workers if worker.index not in self._lost]
         if self._given is not None and left:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from ...runtime.process.renamed import old_methods
 from ...runtime.process.spelling import shown
 from ...runtime.protocol.errors import NodeLost
 from .arriving import made
@@ -44,15 +45,19 @@ class Strategy:
     server: Any = None
     served = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        old_methods(Strategy, cls, {"begin": "begin_training", "forget": "drop_workers"})
+
     def __init__(self, schedule: Schedule, local: Local, buffers: Buffers = "own") -> None:
         what = type(self).__name__
         self.schedule, self._local = Schedule(*schedule).checked(what), local_of(local, what)
         if buffers not in ("own", "mean"):
             raise ValueError(f"{what}: buffers is 'own' or 'mean', not {shown(buffers)}")
         self.buffers: Buffers = buffers
-        self.forget()
+        self.drop_workers()
 
-    def forget(self) -> None:
+    def drop_workers(self) -> None:
         """Drops what it knows of workers: each ``drive`` begins anew."""
         self._updates: dict[int, Update] = {}
 
@@ -60,12 +65,12 @@ class Strategy:
         """Returns a copy that knows no workers and no server."""
         found = copy.copy(self)
         found.server = found._loop = found._log = None  # type: ignore[assignment]
-        found.forget()
+        found.drop_workers()
         return found
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
+    def begin_training(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Called once, before the first step."""
-        self.forget()
+        self.drop_workers()
         self._loop, self._log, self._count = loop, log, len(workers)
         self._updates = {worker.index: Update(worker, self._local) for worker in workers}
 
@@ -120,10 +125,10 @@ class _Served(Strategy):
         self._form = self.server._form
         self._form.check(worker.values(), f"worker {worker.index}")
         yield from self._pull(worker)
-        self._take(worker)
+        self._write_pulled(worker)
 
-    def _take(self, worker: Worker) -> None:
-        put(worker.values(), self._taken(worker), None)
+    def _write_pulled(self, worker: Worker) -> None:
+        put(worker.values(), self._pulled_values(worker), None)
 
     def _pull(self, worker: Worker) -> Steps:
         """Asks for the server's values, which have all that this worker has pushed."""
@@ -132,7 +137,7 @@ class _Served(Strategy):
         worker.pulled = self.server._begin_pull(worker.device)
         self.log("pull", worker, worker.pulled.version)
 
-    def _taken(self, worker: Worker) -> list[torch.Tensor]:
+    def _pulled_values(self, worker: Worker) -> list[torch.Tensor]:
         pulled, worker.pulled = worker.pulled, None
         self.log("take", worker)
         values: list[torch.Tensor] = self.server._arrived(pulled)
@@ -183,9 +188,9 @@ class Downpour(_Served):
             raise ValueError(f"Downpour: send_every is a number of steps from 1 on, not {shown(send_every)}")
         self.send_every = send_every
 
-    def forget(self) -> None:
+    def drop_workers(self) -> None:
         """Drops what it knows of workers."""
-        super().forget()
+        super().drop_workers()
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._from: dict[int, list[torch.Tensor]] = {}
 
@@ -204,7 +209,7 @@ class Downpour(_Served):
             changed: list[torch.Tensor] = []
             if self._rate is None:
                 changed = [x - old for x, old in zip(worker.values(), self._from[worker.index], strict=True)]
-            self._take(worker)
+            self._write_pulled(worker)
             self._mark(worker)
             for x, change in zip(worker.values(), changed, strict=False):
                 x.add_(change)
@@ -276,9 +281,9 @@ class EASGD(_Served):
             raise ValueError(f"EASGD: with momentum={momentum} local is a learning rate, not {shown(local)}")
         self.beta, self._alpha, self.momentum = beta, alpha, momentum
 
-    def forget(self) -> None:
+    def drop_workers(self) -> None:
         """Drops what it knows of workers."""
-        super().forget()
+        super().drop_workers()
         self.centres: dict[int, list[torch.Tensor]] = {}  #: without a server: each worker's copy of the centre
         self._pull_by: dict[int, list[torch.Tensor]] = {}
         self._speed: dict[int, list[torch.Tensor]] = {}
@@ -289,9 +294,9 @@ class EASGD(_Served):
         """The share of the difference by which both move."""
         return self.beta / self._count if self._alpha is None else self._alpha
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
+    def begin_training(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Gives all workers the same first values."""
-        super().begin(loop, workers, log)
+        super().begin_training(loop, workers, log)
         if not self.served:
             begin_alike(workers)
             for worker in workers:
@@ -314,7 +319,7 @@ class EASGD(_Served):
             else:
                 if worker.pulled is None:
                     yield from self._pull(worker)
-                self._pull_by[index] = self._apart(worker, self._taken(worker))
+                self._pull_by[index] = self._apart(worker, self._pulled_values(worker))
                 self._push(worker, self._pull_by[index], 1.0)
         if self.momentum:
             values = worker.values()
@@ -379,15 +384,15 @@ class LocalSGD(Strategy):
             raise ValueError("LocalSGD: prefetch is for a server, and there is none")
         self._outer = local_of(outer, "LocalSGD: outer, as")
 
-    def forget(self) -> None:
+    def drop_workers(self) -> None:
         """Drops what it knows of workers."""
-        super().forget()
+        super().drop_workers()
         self._shared: dict[int, list[torch.nn.Parameter]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
 
-    def begin(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
+    def begin_training(self, loop: Loop, workers: Sequence[Worker], log: Callable[[TrainingEvent], None]) -> None:
         """Gives all workers the same first values."""
-        super().begin(loop, workers, log)
+        super().begin_training(loop, workers, log)
         begin_alike(workers)
         if self._outer is not None:
             for worker in workers:
@@ -408,10 +413,10 @@ class LocalSGD(Strategy):
         totals = yield from summed(workers, [worker.values() for worker in workers])
         for worker, total in zip(workers, totals, strict=True):
             with suppress(NodeLost):  # its own task finds that out
-                self._take(worker, [(t / len(workers)).to(worker.device) for t in total])
+                self._apply_means(worker, [(t / len(workers)).to(worker.device) for t in total])
         self.log("meet", None, workers=workers)
 
-    def _take(self, worker: Worker, means: list[torch.Tensor]) -> None:
+    def _apply_means(self, worker: Worker, means: list[torch.Tensor]) -> None:
         if self._outer is not None:
             shared = self._shared[worker.index]
             for p, mean in zip(shared, means, strict=True):

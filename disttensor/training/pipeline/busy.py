@@ -72,4 +72,4 @@ def _now(rank: int) -> tuple[Event, float]:
     moment = Event(enable_timing=True)
     moment.record(default_stream(rank))
     synchronize(rank)
-    return moment, current.session().nodes[rank].busy
+    return moment, current.session().nodes[rank].connection.busy

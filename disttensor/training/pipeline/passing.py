@@ -108,29 +108,29 @@ class Pass:
         for tick in ticks:
             came = []
             for action in tick:  # first, so that a node sends what it has made before it goes on
-                with self._told(action):
-                    came.append(self._take(action))
+                with self._naming_action(action):
+                    came.append(self._move_input(action))
             for action, value in zip(tick, came, strict=True):
-                with self._told(action):
+                with self._naming_action(action):
                     self._back(action, value) if action.backward else self._forward(action, value)
 
     @contextmanager
-    def _told(self, action: Action) -> Iterator[None]:
+    def _naming_action(self, action: Action) -> Iterator[None]:
         """Has an error say in which stage, and of which micro-batch, it was: one raised here, and one on a node."""
         place = self._stages[action.stage].place
         what = "backward" if action.backward else "forward"
         words = f"the {what} pass of stage {action.stage}, micro-batch {action.microbatch} of {len(self._parts)}"
         link = place.session.link
-        link.note(place.ranks, words)
+        link.set_notes(place.ranks, words)
         try:
             yield
         except Exception as e:
             e.add_note(f"  in {words}, on {place}")
             raise
         finally:
-            link.note(place.ranks, "")
+            link.set_notes(place.ranks, "")
 
-    def _take(self, action: Action) -> Any:
+    def _move_input(self, action: Action) -> Any:
         """Moves what an action needs of another stage to its place."""
         stage, _, i = action
         place = self._stages[stage].place

@@ -24,7 +24,7 @@ from .busy import Shares, measured
 from .microbatches import Loss, checked, cut, joined
 from .passing import Pass, Stage
 from .schedules import SCHEDULES, expected_shares, forward_only, in_ticks
-from .split import Trace, in_words, settle, sizes_of, traces
+from .split import Trace, in_words, make_on_device, sizes_of, traces
 
 
 class Pipeline(nn.Module):
@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         for stage in [*self._modes[True], *self._modes[False]]:
             stage.borrowed = _borrowed(stage)
         for name, module in named:
-            self._adopt(name, module)
+            self._register_part(name, module)
         count = len(self._modes[True])
         self._ticks = in_ticks(SCHEDULES[schedule](count, self._microbatches))
         self._forward_ticks = in_ticks(forward_only(count, self._microbatches))
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
             stage.buffers = [(name, self if owner is module else owner, key) for name, owner, key in stage.buffers]
         self.training = module.training
 
-    def _adopt(self, name: str, module: nn.Module) -> None:
+    def _register_part(self, name: str, module: nn.Module) -> None:
         """Makes a module a submodule of this one, under its name in the unsplit module."""
         if hasattr(self, name):
             raise ValueError(f"Pipeline: a module called {name!r} would hide Pipeline.{name}; call it otherwise")
@@ -234,7 +234,7 @@ def _move_traced(module: nn.Module, modes: Mapping[bool, Sequence[Stage]], found
         for stage in modes[mode]:
             stage.traced = True
             graph = found[mode].graphs[stage.index]
-            settle(graph, stage.place.device)
+            make_on_device(graph, stage.place.device)
             for name in [name for name, _ in graph.named_buffers(remove_duplicate=False) if name in own]:
                 path, _, key = name.rpartition(".")
                 owner = module.get_submodule(path)

@@ -187,7 +187,7 @@ def _is_check(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._assert_tensor_metadata.default
 
 
-def settle(graph: fx.GraphModule, device: torch.device) -> None:
+def make_on_device(graph: fx.GraphModule, device: torch.device) -> None:
     """Has a part make its tensors on a device, where they were made locally in the trace."""
     for node in graph.graph.nodes:
         moved: Any = lambda x: device if isinstance(x, torch.device) else x  # noqa: E731

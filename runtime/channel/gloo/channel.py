@@ -94,8 +94,8 @@ class GlooChannel(GroupedChannel):
         carriers = [peer.carrier for peer in [*self._peers.values(), *self._replaced]]
         return [carrier for carrier in carriers if isinstance(carrier, GlooCarrier)]
 
-    def _end(self, join: float) -> None:
-        super()._end(join)
+    def _end_threads(self, join: float) -> None:
+        super()._end_threads(join)
         for carrier in self._carriers():
             carrier.join(join)
 
@@ -116,11 +116,11 @@ class _Payload(Parcel):
     def __init__(self, carrier: GlooCarrier, nbytes: int) -> None:
         self._carrier, self._nbytes = carrier, nbytes
 
-    def drop(self) -> None:
-        self._carrier.take(torch.empty(self._nbytes, dtype=torch.uint8))
+    def discard(self) -> None:
+        self._carrier.receive_into(torch.empty(self._nbytes, dtype=torch.uint8))
 
     def fill(self, memory: memoryview) -> None:
-        self._carrier.take(torch.frombuffer(memory, dtype=torch.uint8))
+        self._carrier.receive_into(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 class GlooCarrier(Carrier):
@@ -140,7 +140,7 @@ class GlooCarrier(Carrier):
         self._broken = ""  #: why the group was given up, while the peer is there
 
     def stage(self, tensor: torch.Tensor) -> bytes | None:
-        self._begin()
+        self._begin_group()
         return b"" if self._met and self.group is not None else None
 
     def carry(self, tensor: torch.Tensor) -> None:
@@ -157,7 +157,7 @@ class GlooCarrier(Carrier):
     def open(self, descriptor: bytes, nbytes: int) -> _Payload:
         return _Payload(self, nbytes)
 
-    def take(self, memory: torch.Tensor) -> None:
+    def receive_into(self, memory: torch.Tensor) -> None:
         """Receives a payload. Raises ProtocolError where no group was made, by which it could come.
 
         Raises MissedError where gloo's connection has ended, and not the peer.
@@ -191,7 +191,7 @@ class GlooCarrier(Carrier):
         if tell:
             self.say(_BROKE)
 
-    def tell(self, key: str, value: bytes) -> None:
+    def put_in_mailbox(self, key: str, value: bytes) -> None:
         """Puts a value into the peer's mailbox."""
         self.say(key.encode() + b"\0" + value)
 
@@ -205,9 +205,9 @@ class GlooCarrier(Carrier):
         key, value = entry(word)
         self._channel.mailbox.put(key, value)
         if key.startswith(self._name):
-            self._begin()
+            self._begin_group()
 
-    def _begin(self) -> None:
+    def _begin_group(self) -> None:
         """Makes the pair's group, once, in the background."""
         with self._lock:
             if self._meeting is None and not self._closed:

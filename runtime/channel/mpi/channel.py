@@ -116,11 +116,11 @@ class _Payload(Parcel):
     def __init__(self, carrier: MpiCarrier, source: int, nbytes: int) -> None:
         self._carrier, self._source, self._nbytes = carrier, source, nbytes
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self.fill(memoryview(bytearray(self._nbytes)))
 
     def fill(self, memory: memoryview) -> None:
-        self._carrier.take(memory, self._source)
+        self._carrier.receive_into(memory, self._source)
 
 
 class MpiCarrier(Carrier):
@@ -174,7 +174,7 @@ class MpiCarrier(Carrier):
     def open(self, descriptor: bytes, nbytes: int) -> _Payload:
         return _Payload(self, int.from_bytes(descriptor, "little"), nbytes)
 
-    def take(self, memory: memoryview, source: int) -> None:
+    def receive_into(self, memory: memoryview, source: int) -> None:
         for start in range(0, len(memory), _CHUNK):
             piece = memory[start : start + _CHUNK]
             request = self._world.data.Irecv([piece, self._world.mpi.BYTE], source, self._tag)

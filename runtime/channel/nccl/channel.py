@@ -86,7 +86,7 @@ class NcclSharing(CudaSharing):
         super().__init__(say)
         self._channel, self._peer = channel, peer
 
-    def tell(self, key: str, value: bytes) -> None:
+    def put_in_mailbox(self, key: str, value: bytes) -> None:
         self.say(_TELL + key.encode() + b"\0" + value)
 
     def hear(self, word: bytes) -> None:
@@ -142,7 +142,7 @@ class NcclGroup:
         comm = self._comm
         self._wait(comm, comm.ready)
         given = [x.to(comm.device) for x in inputs]  # tensors that stand for poison are on another device
-        made = _begin(comm, kind, given, [x.to(comm.device) for x in outs], op, root)
+        made = _begin_collective(comm, kind, given, [x.to(comm.device) for x in outs], op, root)
         self._wait(comm, comm.ready)
         self._wait(comm, comm.mark())
         for out, value in zip(outs, made, strict=True):
@@ -156,7 +156,7 @@ def _default() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _begin(comm: Communicator, kind: str, given: Tensors, outs: Tensors, op: str, root: int) -> Tensors:
+def _begin_collective(comm: Communicator, kind: str, given: Tensors, outs: Tensors, op: str, root: int) -> Tensors:
     """Gives the device the collective's work. Returns the tensors that the results will be in."""
     n, everybody = comm.size, range(comm.size)
     if kind == "all_reduce":

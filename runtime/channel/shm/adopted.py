@@ -1,7 +1,7 @@
 """Segments that other processes of a program fill, and that this one sends: those of a DataLoader's workers.
 
-    worker:   Pools.take, and write into the tensor; its description goes to the program beside the batch
-    program:  Adoption.adopt: maps the segment, and touches none of the payload's pages
+    worker:   Pools.take_segment, and write into the tensor; its description goes to the program beside the batch
+    program:  Adoption.adopt_segment: maps the segment, and touches none of the payload's pages
               a send by "shm" finds the tensor's memory here (``claimed``), and announces the segment as its own
     free:     as each segment, by its first page: by the peer whose tensor it has become, or here where it was not sent
 
@@ -33,10 +33,10 @@ class Pools:
     def __init__(self) -> None:
         self._places: dict[int, Segments] = {}
 
-    def take(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Segment, torch.Tensor]:
+    def take_segment(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Segment, torch.Tensor]:
         """Returns a segment, and an uninitialised tensor over it. Raises OSError when there is no memory for it."""
         count = math.prod(shape)
-        segment = self._places.setdefault(place, Segments()).take(count * dtype.itemsize)
+        segment = self._places.setdefault(place, Segments()).take_segment(count * dtype.itemsize)
         return segment, torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=HEAD).view(shape)
 
 
@@ -46,13 +46,13 @@ class Adoption:
     def __init__(self) -> None:
         self._known: dict[int, _Adopted] = {}  #: by id
 
-    def adopt(self, descriptor: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def adopt_segment(self, descriptor: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns the tensor in a segment that its owner has filled. Its memory is another's once it was sent.
 
         Raises RuntimeError for one that can't be opened: its owner has ended. MemoryError, ProtocolError.
         """
         pid, fd, id, nbytes = unpacked(descriptor)
-        for old in [i for i, segment in self._known.items() if segment.forgotten()]:
+        for old in [i for i, segment in self._known.items() if segment.close_unneeded()]:
             del self._known[old]
         found = self._known.get(id)
         if found is None:
@@ -83,7 +83,7 @@ class _Adopted(Segment):
             raise ProtocolError(f"{count} elements of {dtype} in a segment of {self.nbytes} bytes")
         return self.offer(count * dtype.itemsize, _waiting).view(dtype).view(shape)
 
-    def forgotten(self) -> bool:
+    def close_unneeded(self) -> bool:
         """Closes what is not needed any more. Returns whether its owner has let go of it."""
         self.forget_descriptor()
         return self.state == RETIRED

@@ -80,8 +80,7 @@ class _Buffer:
 
     def offer(self) -> bytes:
         sign = secrets.token_bytes(_SIGN)  # the peer has to find it there
-        self.memory[:_SIGN] = torch.tensor(list(sign), dtype=torch.uint8)
-        finish(self.memory.device)
+        self.memory[:_SIGN] = torch.tensor(list(sign), dtype=torch.uint8)  # waits for the device
         return _OFFER + self.page.describe() + sign + export(self.memory)
 
     def mapped(self) -> bool:
@@ -180,7 +179,7 @@ class _Buffered(Parcel):
     def __init__(self, page: Mapping, memory: torch.Tensor) -> None:
         self._page, self._memory = page, memory
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self._page.free()
 
     def into(self, tensor: torch.Tensor) -> bool:

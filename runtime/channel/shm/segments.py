@@ -148,7 +148,7 @@ class Segment:
         self._map[0] = value
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """True when the receiver has taken the payload that was announced last."""
         return bool(self._map[2])
 
@@ -168,10 +168,10 @@ class Segment:
         memory = np.frombuffer(memoryview(self._map), dtype=np.uint8, count=nbytes, offset=HEAD)
         address = memory.ctypes.data
         waiting[address] = self
-        weakref.finalize(memory, self._drop, address, waiting, os.getpid()).atexit = False
+        weakref.finalize(memory, self._free_address, address, waiting, os.getpid()).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _drop(self, address: int, waiting: dict[int, Segment], pid: int) -> None:
+    def _free_address(self, address: int, waiting: dict[int, Segment], pid: int) -> None:
         if os.getpid() == pid and waiting.get(address) is self:  # a forked child has none of the memory
             del waiting[address]
             self.state = FREE
@@ -197,7 +197,7 @@ class Segments:
         self._by_size: dict[int, list[Segment]] = {}
         self._fresh: list[Segment] = []  #: segments that the receiver has not mapped yet, as far as is known
 
-    def take(self, nbytes: int) -> Segment:
+    def take_segment(self, nbytes: int) -> Segment:
         """Takes a free segment of at least ``nbytes``. Raises OSError when a new one can't be had."""
         for segment in self._fresh:
             segment.forget_descriptor()
@@ -257,7 +257,7 @@ class Mapping:
             raise ProtocolError(f"a segment of {size} bytes where one of {nbytes} was due")
         return cls(pid, fd, id, size)
 
-    def take(self) -> None:
+    def mark_taken(self) -> None:
         """Marks the payload in it as taken: it was wanted, and the sender may announce more."""
         self.map[2] = 1
 

@@ -26,7 +26,7 @@ class Loan(Parcel):
     def __init__(self, mapping: Mapping, nbytes: int) -> None:
         self._mapping, self._nbytes = mapping, nbytes
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self._mapping.free()
 
     def lend(self) -> torch.Tensor:
@@ -52,13 +52,13 @@ class Sharing(Carrier):
         self._over = False
 
     def reserve(self, nbytes: int) -> torch.Tensor | None:
-        segment = self._take(nbytes) if self.works else None
+        segment = self._take_segment(nbytes) if self.works else None
         return None if segment is None else segment.offer(nbytes, self._reserved)
 
-    def _take(self, nbytes: int) -> Segment | None:
+    def _take_segment(self, nbytes: int) -> Segment | None:
         try:
             with self._lock:
-                return self._segments.take(nbytes)
+                return self._segments.take_segment(nbytes)
         except OSError:
             return None
 
@@ -73,7 +73,7 @@ class Sharing(Carrier):
         filled = None
         if tensor.is_contiguous():
             filled = self._reserved.pop(tensor.data_ptr(), None) or adopted.claimed(tensor.data_ptr())
-        segment = filled or self._take(tensor.numel() * tensor.element_size())
+        segment = filled or self._take_segment(tensor.numel() * tensor.element_size())
         if segment is None:
             return None
         if filled is None:
@@ -89,7 +89,7 @@ class Sharing(Carrier):
         """
         announced, pause = self._announced, 1e-4
         while not self._over:
-            while announced and announced[0][0].taken:
+            while announced and announced[0][0].is_taken:
                 announced.popleft()
             if not announced or nbytes + sum(size for _, size in announced) <= AHEAD:
                 return
@@ -101,7 +101,7 @@ class Sharing(Carrier):
         if self._asked:
             return
         self._asked = True
-        segment = self._take(1)
+        segment = self._take_segment(1)
         if segment is not None:  # else the peer is never asked, and payloads go over the connection
             segment.state = FREE
             self.say(_TRY + segment.describe())
@@ -121,7 +121,7 @@ class Sharing(Carrier):
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:
         """Returns the payload that the peer has announced. Raises OSError, ProtocolError, MemoryError."""
         mapping = self._mappings.open(descriptor, nbytes)
-        mapping.take()
+        mapping.mark_taken()
         return Loan(mapping, nbytes)
 
     def fail(self, why: str) -> None:

@@ -116,7 +116,7 @@ class TcpChannel(DataChannel):
         memory = None if carrier is None else carrier.reserve(nbytes)
         return self.empty(shape, dtype) if memory is None else memory.view(dtype).view(shape)
 
-    def forget(self, peer: int, why: str) -> None:
+    def mark_lost(self, peer: int, why: str) -> None:
         found = self._peers.get(peer)
         if found is not None:
             found.fail(BrokenError, f"rank {peer} is lost to rank {self._context.rank}: {why}")
@@ -141,13 +141,13 @@ class TcpChannel(DataChannel):
             peer.close(self._end_text())
         for peer in peers:
             peer.linger(deadline)
-        self._end(5.0)
+        self._end_threads(5.0)
 
     def abort(self) -> None:
         self._closed = self._closed or "was aborted"
-        self._end(0.5)
+        self._end_threads(0.5)
 
-    def _end(self, join: float) -> None:
+    def _end_threads(self, join: float) -> None:
         """Ends everything, and waits up to ``join`` seconds for the threads."""
         self._listener.stop()
         peers = list(self._peers.values())
@@ -188,11 +188,13 @@ class TcpChannel(DataChannel):
 
         None for one that comes too early: others may know this one before, or that a connection has broken.
         """
+        me, job = self._context.rank, self._context.job
+        if not hello.is_for(job, me, nonce):
+            return f"for another job, or for another one than rank {me}"
         peer = self._peers.get(hello.rank)
         if peer is None:
             return None
-        me = self._context.rank
-        secrets = answer(hello, nonce, self._context.job, me, peer.info.key)
+        secrets = answer(hello, nonce, job, me, peer.info.key)
         if secrets is None:
             return f"without the key of rank {hello.rank} and rank {me}"
         return "" if peer.offer(sock, secrets) else None

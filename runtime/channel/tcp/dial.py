@@ -41,8 +41,8 @@ _ATTEMPTS = 3
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 #: Seconds between two calls then.
 _PAUSE = 0.2
-#: Seconds after which a hang-up may mean that one of the two got no core: strangers have ``Limits.handshake``.
-#: Such an attempt does not count.
+#: Seconds after which a hang-up says that the peer has not been told of this rank yet (or that one of the two got no
+#: core): its listener has kept the call for ``Limits.handshake``. Such an attempt does not count.
 _LATE = 1.0
 
 
@@ -121,7 +121,9 @@ def dial(
     """Returns a connection to ``info``'s peer and its secrets.
 
     The peer's kernel has ``limit`` seconds to answer. Then the peer is there, and may be busy: it has ``patience``
-    seconds, from the last of its answers on.
+    seconds, from the last of its answers on. One that keeps each call for a while has not been told of this rank, and
+    is called until ``watch`` returns False: it may compute for as long as it likes before it takes the command that
+    introduces the two.
 
     The socket is None when the peer calls this one at this moment and its call is the one to use. ``watch`` is given
     each socket before it is used, so that another thread can shut it down, and None before it is closed; ``reached`` is
@@ -170,10 +172,15 @@ def dial(
                 f"rank {info.rank} at {info.address} refuses a second connection from rank {me}: it gave up the first "
                 "one, as it does when it cannot reach this rank's port, or one side was started anew"
             )
-        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+        # ConnectionAbortedError: this host has ended it, as an administrator may by ``ss -K``
+        except (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError) as error:
             hung_up = str(error) or "it hung up"
-            attempt += time.monotonic() - began < _LATE
-            deadline = time.monotonic() + limit  # it was there
+            now = time.monotonic()
+            if now - began < _LATE:
+                attempt += 1
+            else:
+                last = now + limit + patience
+            deadline = now + limit  # it was there
         except TimeoutError as error:
             raise BrokenError(
                 f"rank {me} cannot reach rank {info.rank} at {info.address}: no answer within {waited:g} s; "
@@ -198,6 +205,6 @@ def dial(
                 sock.close()
     raise BrokenError(
         f"rank {info.rank} at {info.address} refused rank {me} in the handshake ({hung_up or 'gave up'}): it is gone, "
-        "has another key for the pair, belongs to another job, was not told of this rank, or has said that it has no "
+        "has another key for the pair, belongs to another job, or has said that it has no "
         "file descriptors left"
     )

@@ -2,11 +2,13 @@
 
     acceptor                                     initiator
     nonce (32 bytes)              ------------>
-                                  <------------  hello: magic, from rank, to rank, nonce, wishes, standing, proof
+                                  <------------  hello: magic, ranks, nonce, wishes, standing, tag, proof
     verdict, mode, standing, proof ----------->                                        (only if the hello's proof holds)
 
 A proof is an HMAC over everything said so far, under a key that HKDF-SHA256 derives from the pair's key for that role,
 both ranks, the job and both nonces; so are the keys of the two directions afterwards. A stranger sees one nonce.
+The tag says that the initiator knows the job's name, which is not a secret. An acceptor that has not been told of this
+rank yet cannot check the proof: with a right tag it keeps the initiator waiting, without one it refuses the call.
 A ``Standing`` says what an end has of the connections that the two have had before: a new one goes on where they ended.
 Wishes and mode are those of ``shield``: who is between the two can't have them take less than either wants.
 """
@@ -22,9 +24,9 @@ from typing import NamedTuple
 
 from ...protocol.errors import BrokenError
 
-_MAGIC = b"DTt3"  #: raise the digit with every change of handshake or frames
+_MAGIC = b"DTt4"  #: raise the digit with every change of handshake or frames
 _STANDING = struct.Struct("<8sIQ")
-_HELLO = struct.Struct(f"<4sii32sB{_STANDING.size}s32s")
+_HELLO = struct.Struct(f"<4sii32sB{_STANDING.size}s16s32s")
 _VERDICT = struct.Struct(f"<BB{_STANDING.size}s32s")
 NONCE = 32  #: the number of bytes that the acceptor sends first
 HELLO = _HELLO.size  #: the number of bytes that the initiator answers
@@ -60,15 +62,20 @@ class PeerHello(NamedTuple):
     nonce: bytes
     wishes: int
     standing: Standing
+    tag: bytes
     proof: bytes
 
     @classmethod
     def parse(cls, data: bytes) -> PeerHello | None:
         """Parses a hello; returns None for bytes that are not a hello of this version."""
-        magic, rank, to, nonce, wishes, standing, proof = _HELLO.unpack(data)
+        magic, rank, to, nonce, wishes, standing, tag, proof = _HELLO.unpack(data)
         if magic != _MAGIC:
             return None
-        return cls(rank, to, nonce, wishes, Standing._make(_STANDING.unpack(standing)), proof)
+        return cls(rank, to, nonce, wishes, Standing._make(_STANDING.unpack(standing)), tag, proof)
+
+    def is_for(self, job: str, me: int, nonce: bytes) -> bool:
+        """Returns whether a hello to the acceptor's ``nonce`` is for rank ``me`` of a job, by what it says."""
+        return self.to == me and hmac.compare_digest(self.tag, _tag(job, self.rank, me, nonce + self.nonce))
 
 
 class DirectionKeys(NamedTuple):
@@ -108,11 +115,11 @@ class Secrets:
             for role in (b"initiator", b"acceptor")
         )
 
-    def _said(self) -> bytes:
+    def _hello_fields(self) -> bytes:
         return _MAGIC + self._ids + self._nonces + bytes([self.wishes]) + self.standing.pack()
 
     def hello_proof(self) -> bytes:
-        return hmac.digest(self._initiator_proves, self._said(), "sha256")
+        return hmac.digest(self._initiator_proves, self._hello_fields(), "sha256")
 
     def check_hello(self, proof: bytes) -> bool:
         return hmac.compare_digest(self.hello_proof(), proof)
@@ -120,7 +127,7 @@ class Secrets:
     def verdict(self, verdict: int) -> bytes:
         """Returns the acceptor's answer, ``mode`` and standing, as sent."""
         standing = self.acceptors.pack()
-        said = bytes([verdict, self.mode]) + standing + self._said()
+        said = bytes([verdict, self.mode]) + standing + self._hello_fields()
         return _VERDICT.pack(verdict, self.mode, standing, hmac.digest(self._acceptor_proves, said, "sha256"))
 
 
@@ -140,7 +147,8 @@ def call(
     theirs = _read_exactly(sock, NONCE)
     mine = os.urandom(NONCE)
     secrets = Secrets(key, job, me, peer, theirs + mine, wishes, standing)
-    sock.sendall(_HELLO.pack(_MAGIC, me, peer, mine, wishes, standing.pack(), secrets.hello_proof()))
+    tag = _tag(job, me, peer, theirs + mine)
+    sock.sendall(_HELLO.pack(_MAGIC, me, peer, mine, wishes, standing.pack(), tag, secrets.hello_proof()))
     answer = _read_exactly(sock, _VERDICT.size)
     _, secrets.mode, acceptors, _ = _VERDICT.unpack(answer)
     secrets.acceptors = Standing._make(_STANDING.unpack(acceptors))
@@ -153,6 +161,13 @@ def answer(hello: PeerHello, nonce: bytes, job: str, me: int, key: bytes) -> Sec
     """Checks a hello to the acceptor's ``nonce``; returns the secrets, or None for a peer that doesn't hold ``key``."""
     secrets = Secrets(key, job, hello.rank, me, nonce + hello.nonce, hello.wishes, hello.standing)
     return secrets if hello.to == me and secrets.check_hello(hello.proof) else None
+
+
+def _tag(job: str, initiator: int, acceptor: int, nonces: bytes) -> bytes:
+    """Returns what a hello says of the job that it belongs to: as another job's name gives other bytes, it is for
+    nobody else."""
+    said = struct.pack("<ii", initiator, acceptor) + nonces
+    return hmac.digest(b"disttensor tcp job " + hashlib.sha256(job.encode()).digest(), said, "sha256")[:16]
 
 
 def _read_exactly(sock: socket.socket, n: int) -> bytes:

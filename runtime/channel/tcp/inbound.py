@@ -18,7 +18,7 @@ class Inbound:
         self._view = memoryview(self._data)
         self._start = self._end = 0  #: bytes that were read and not yet taken are _data[_start:_end]
 
-    def take(self, n: int) -> bytes:
+    def next_bytes(self, n: int) -> bytes:
         """Returns the next ``n`` bytes, at most 16 KiB."""
         while self._end - self._start < n:
             if self._start:

@@ -81,7 +81,7 @@ class Kept:
             out.kept = True
             self._outs.append(out)
 
-    def hold(self, out: Out, copy: bytes) -> None:
+    def keep_copy(self, out: Out, copy: bytes) -> None:
         """Keeps a copy of the payload of one that was written, or is about to be."""
         self._held += len(copy) - len(out.copy or b"")
         out.copy = copy
@@ -99,18 +99,18 @@ class Kept:
 
         Raises ProtocolError for a number that cannot be.
         """
-        return self._forget(receipt, self.receipt + self._written)
+        return self._drop_received(receipt, self.receipt + self._written)
 
-    def begin(self, receipt: int) -> tuple[list[Ticket], list[Out]]:
+    def begin_connection(self, receipt: int) -> tuple[list[Ticket], list[Out]]:
         """Begins a connection of a peer that has dealt with ``receipt`` frames by all others.
 
         Returns the tickets of those, as ``acknowledge`` does, and what is to be sent again. Raises ProtocolError.
         """
-        over = self._forget(receipt, self.sent)
+        over = self._drop_received(receipt, self.sent)
         self._written = 0
         return over, [_anew(out) for out in self._outs]
 
-    def _forget(self, receipt: int, most: int) -> list[Ticket]:
+    def _drop_received(self, receipt: int, most: int) -> list[Ticket]:
         if not self.receipt <= receipt <= most:
             raise ProtocolError(f"it has received {receipt} frames, of {self.receipt} to {most}")
         over = [self._outs.popleft() for _ in range(receipt - self.receipt)]

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 #: The most handshakes under way, beside one for each peer that may come. One more pushes the oldest out: a peer needs
 #: milliseconds, a silent stranger the limit.
 _PENDING = 64
+#: The most calls of ranks that are not known yet: a whole job may call a node that is busy.
+_UNKNOWN = 1024
 #: Connections that wait for the listener's thread, which comes late on a busy host: peers come by the hundred.
 _BACKLOG = 1024
 #: Why a connection is refused that has not said hello.
@@ -50,8 +52,9 @@ class Listener:
     hosts than a peer would try, on the first ones.
 
     ``admit(sock, hello, nonce)`` returns "" when it took the socket, the reason when it refuses it, None when the rank
-    isn't known (yet). ``look`` is called now and then if this is not loopback, where a peer can vanish without a
-    word. Both are called in the listener's thread and must not block.
+    isn't known (yet): it is hung up on after the time limit, and calls again. ``look`` is called now and then if this
+    is not loopback, where a peer can vanish without a word. Both are called in the listener's thread and must not
+    block.
 
     Whom it refuses is told to the log, but for one who hangs up without a word, as a peer does that was called itself.
     """
@@ -123,7 +126,7 @@ class Listener:
                     self._look()
         finally:
             for pending in list(self._pending):
-                self._drop(pending)
+                self._drop_pending(pending)
             self._poll.close()
             self._close()
 
@@ -148,9 +151,9 @@ class Listener:
             if isinstance(error, (BlockingIOError, ConnectionError, InterruptedError)) or self._stopping.is_set():
                 return
             # Out of descriptors or memory: give back the oldest handshake's, or wait a moment instead of spinning.
-            self._shortages.note(self._name, error)
+            self._shortages.note_shortage(self._name, error)
             if self._pending:
-                self._drop(self._oldest, "no descriptors or memory for one more")
+                self._drop_pending(self._oldest, "no descriptors or memory for one more")
                 return
             if is_shortage(error) and self._lasts():
                 self._hang_up(listening)
@@ -164,8 +167,9 @@ class Listener:
         except OSError:
             sock.close()
             return
-        if len(self._pending) >= (most := _PENDING + self._peers()):
-            self._drop(self._oldest, f"too many at once that prove nothing ({most})")
+        if len(self._pending) - len(self._unknown) >= (most := _PENDING + self._peers()):
+            silent = next(one for one in self._pending if one not in self._unknown)
+            self._drop_pending(silent, f"too many at once that prove nothing ({most})")
         self._pending[pending] = None
         self._poll.register(sock, selectors.EVENT_READ, pending)
 
@@ -205,34 +209,37 @@ class Listener:
             piece = b""
         pending.said += piece
         if not piece:
-            self._drop(pending, _NOISE if pending.said else "")
+            self._drop_pending(pending, _NOISE if pending.said else "")
         elif len(pending.said) == HELLO:
             hello = PeerHello.parse(pending.said)
             if hello is None:
-                self._drop(pending, _NOISE)
+                self._drop_pending(pending, _NOISE)
             else:
                 # Until the hello's fate is known nothing more is read, and a hang-up must not keep the poll awake.
                 self._poll.unregister(pending.sock)
                 self._unknown[pending] = hello
+                if len(self._unknown) > _UNKNOWN:
+                    self._drop_pending(
+                        next(iter(self._unknown)), f"too many at once of ranks that are not known ({_UNKNOWN})"
+                    )
 
     def _look_again(self, now: float) -> None:
         for pending, hello in list(self._unknown.items()):
             verdict = self._admit(pending.sock, hello, pending.nonce)
             if verdict == "":
-                self._forget(pending)
+                self._unregister(pending)
             elif verdict is not None:
-                self._drop(pending, verdict)
+                self._drop_pending(pending, verdict)
         while self._pending and (oldest := self._oldest).deadline <= now:
-            said = self._unknown.get(oldest)
-            self._drop(oldest, _NOISE if said is None else f"rank {said.rank} is not known here")
+            self._drop_pending(oldest, "" if oldest in self._unknown else _NOISE)  # those call again
 
-    def _drop(self, pending: _Pending, why: str = "") -> None:
+    def _drop_pending(self, pending: _Pending, why: str = "") -> None:
         if why:
-            self._refusals.note(pending.address, why)
-        self._forget(pending)
+            self._refusals.note_refusal(pending.address, why)
+        self._unregister(pending)
         pending.sock.close()
 
-    def _forget(self, pending: _Pending) -> None:
+    def _unregister(self, pending: _Pending) -> None:
         del self._pending[pending]
         if self._unknown.pop(pending, None) is None:
             self._poll.unregister(pending.sock)

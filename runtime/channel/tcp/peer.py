@@ -59,6 +59,8 @@ from .shield import ENCRYPT, agreed, shield, unprotected, wishes
 _TELL, _TELL_BYTES = 32, 256 << 10
 #: Seconds between two calls for a connection in place of one that has broken; the other end calls, too.
 _AGAIN = 0.2
+#: Seconds after which a peer is called again that said that its own call was under way.
+_CROSSED = 1.0
 
 #: Makes an uninitialised CPU tensor of a shape and dtype.
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -105,7 +107,7 @@ class TcpPeer:
         self.me, self.rank, self.info = me, info.rank, info
         self._job, self._limits, self._protection = job, limits, protection
         self.empty = empty
-        self.carrier = None if carrier is None else carrier(self._say)
+        self.carrier = None if carrier is None else carrier(self._send_word)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  #: notified when the state or failure changes
         self._posted = threading.Condition(self.lock)  #: notified when a receive was added, or of a failure
@@ -201,7 +203,7 @@ class TcpPeer:
                 self._connection.users += 1
                 self._lingering = True
             victims = self._fail_with_lock(ClosedError, why)
-        self._end(victims, ClosedError, why)
+        self._fail_tickets(victims, ClosedError, why)
 
     def linger(self, deadline: float) -> None:
         """Waits until the peer's kernel has all bytes.
@@ -241,7 +243,7 @@ class TcpPeer:
         """Ends all transfers with ``kind(why)``, now and later. Never blocks; only the first failure counts."""
         with self.lock:
             victims = self._fail_with_lock(kind, why)
-        self._end(victims, kind, why)
+        self._fail_tickets(victims, kind, why)
 
     def _fail_with_lock(self, kind: type[ChannelError], why: str) -> list[Ticket]:
         """Returns the tickets to fail once the lock is released: their callbacks may take others."""
@@ -259,7 +261,7 @@ class TcpPeer:
             self.reader.rouse()
         return victims
 
-    def _end(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
+    def _fail_tickets(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
         """Does the part of a failure that needs the lock to be released: fails the tickets and the carrier."""
         for ticket in victims:
             ticket.fail(kind, why)
@@ -297,7 +299,7 @@ class TcpPeer:
                 self._why, self._apart = why, not connection.local
                 self._break_with_lock(connection)
         if over:
-            self._end(victims, BrokenError, why)
+            self._fail_tickets(victims, BrokenError, why)
         self._fail_if_unstarted()
 
     def _left_with_lock(self) -> float:
@@ -409,7 +411,7 @@ class TcpPeer:
             else:
                 sock.close()
         if why:
-            self._end(victims, BrokenError, why)
+            self._fail_tickets(victims, BrokenError, why)
         for ticket in over:
             ticket.finish()
         self._fail_if_unstarted()
@@ -530,39 +532,40 @@ class TcpPeer:
         One direction is enough: a network may let connections in on one side only. A connection that the peer has made
         meanwhile may have broken again by the time that this thread sees it: it is made anew then, as any other.
         """
-        deadline = time.monotonic() + self._limits.connect
+        began = time.monotonic()
+        limit = 2 * (self._limits.connect + self._limits.greet)  # the peer's own is over before, and it says why
         with self.lock:
             if self._state is not _State.NEW or self._standing.connection:  # it has come, and may have broken again
                 return
             self._state = _State.CALLING
-        try:
-            called = self._call(self._limits.connect, self._limits.greet)
-        except BrokenError as error:
-            if not isinstance(error, DeniedError):
-                with self.lock:
-                    over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
-                    self._changed.wait_for(over, deadline - time.monotonic())  # the peer may call
-            self._fail_unless_begun(str(error))
-            return
-        if not called:
-            limit = 2 * (
-                self._limits.connect + self._limits.greet
-            )  # its own limit is over before, so that it is the one to say why
-            with self.lock:
-                self._changed.wait_for(lambda: self.failure or self._standing.connection, limit)
-            why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
-            self._fail_unless_begun(f"{why} within {limit:g} s")
+        while time.monotonic() < began + limit:
+            try:
+                called = self._call(self._limits.connect, self._limits.greet)
+            except BrokenError as error:
+                if not isinstance(error, DeniedError):
+                    with self.lock:  # the peer may call
+                        over = lambda: self.failure is not None or self._state is not _State.CALLING  # noqa: E731
+                        self._changed.wait_for(over, began + self._limits.connect - time.monotonic())
+                self._fail_unless_begun(str(error))
+                return
+            if called:
+                return
+            with self.lock:  # the peer calls; it is asked again, as it may have failed there and would not say so
+                if self._changed.wait_for(lambda: self.failure or self._standing.connection, _CROSSED):
+                    return
+        why = f"rank {self.rank} at {self.info.address} said that it would call rank {self.me}, but did not"
+        self._fail_unless_begun(f"{why} within {limit:g} s")
 
     def _fail_unless_begun(self, why: str) -> None:
         """Fails the peer if there never was a connection with it."""
         with self.lock:
             victims = [] if self._standing.connection else self._fail_with_lock(BrokenError, why)
-        self._end(victims, BrokenError, why)
+        self._fail_tickets(victims, BrokenError, why)
 
     def _fail_unless_up(self, why: str) -> None:
         with self.lock:
             victims = [] if self._state is _State.UP else self._fail_with_lock(BrokenError, why)
-        self._end(victims, BrokenError, why)
+        self._fail_tickets(victims, BrokenError, why)
 
     def _watch(self, sock: socket.socket | None) -> bool:
         with self.lock:
@@ -690,7 +693,7 @@ class TcpPeer:
         """Sends a nack, without ever waiting for room to write."""
         self._put(Out(frame, None, Ticket()))
 
-    def _say(self, word: bytes) -> None:
+    def _send_word(self, word: bytes) -> None:
         """Sends the peer's carrier a word of this side's carrier."""
         self._put(Out(Frame(WORD, 0, 0, 0, len(word)), None, Ticket(), word))
 

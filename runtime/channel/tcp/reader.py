@@ -271,8 +271,8 @@ class PeerReader:
     def _step(self, patient: bool) -> bool:
         frame = self._frame
         if frame is None:
-            header = self._inbound.take(SIZE)
-            self._extra = self._inbound.take(self._extra_size(header)) if header[0] in (CARRIED, WORD) else b""
+            header = self._inbound.next_bytes(SIZE)
+            self._extra = self._inbound.next_bytes(self._extra_size(header)) if header[0] in (CARRIED, WORD) else b""
             frame = self._frame = self._opener.open(header, self._extra)
             if self._opener.received != self._receipt:
                 self._receipt = self._opener.received
@@ -427,7 +427,7 @@ class PeerReader:
 
     def _skip(self, frame: Frame, parcel: Parcel | None) -> None:
         if parcel is not None:
-            parcel.drop()
+            parcel.discard()
         else:
             self._inbound.skip(frame.nbytes if self._shield is None else self._shield.size(frame.nbytes))
 

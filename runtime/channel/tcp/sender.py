@@ -96,7 +96,7 @@ class FrameSender:
         ``key`` is for headers; payloads are protected by ``shield``. ``receipt``: the number of frames that the peer
         has dealt with. Returns tickets to end well once the lock is released. Raises ProtocolError for a wrong receipt.
         """
-        over, again = self._kept.begin(receipt)
+        over, again = self._kept.begin_connection(receipt)
         self._queue.extendleft(reversed(again))
         self._connection, self._sealer, self._mode, self._shield = connection, Sealer(key), mode, shield
         if self._queue:
@@ -177,7 +177,7 @@ class FrameSender:
         payload = b""
         if out.tensor is not None:
             payload = bytes(byte_view(out.tensor))
-            self._kept.hold(out, payload)
+            self._kept.keep_copy(out, payload)
             out.tensor = None
         if self._shield is not None:
             payload = self._shield.pack(self._sealer.last, memoryview(payload))
@@ -253,7 +253,7 @@ class FrameSender:
             if written:
                 out.tensor = None
                 if copy and out.kept:
-                    self._kept.hold(out, copy)
+                    self._kept.keep_copy(out, copy)
             if not self._queue:
                 self._idle.notify_all()
         self._peer.release(connection)

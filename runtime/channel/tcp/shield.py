@@ -131,7 +131,7 @@ class Checked(Shield):
         for _, chunk in _chunks(payload):
             inbound.read_into(chunk)
             total = zlib.crc32(chunk, total)
-        return not len(payload) or inbound.take(SUM) == total.to_bytes(SUM, "little")
+        return not len(payload) or inbound.next_bytes(SUM) == total.to_bytes(SUM, "little")
 
 
 class Sealed(Shield):

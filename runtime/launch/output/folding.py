@@ -81,7 +81,7 @@ class OutputFolding:
         self._places += 1
         return self._places
 
-    def take(self, now: float, everyone: int) -> list[FoldedLine]:
+    def take_due(self, now: float, everyone: int) -> list[FoldedLine]:
         """Takes the groups that are to be shown now. ``everyone``: the number of nodes that may print."""
         out: list[FoldedLine] = []
         ages = self._ages

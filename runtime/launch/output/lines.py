@@ -52,7 +52,7 @@ class Lines:
     def __init__(self) -> None:
         self._rest = b""
 
-    def take(self, piece: bytes) -> list[bytes]:
+    def feed(self, piece: bytes) -> list[bytes]:
         *lines, rest = (self._rest + piece).split(b"\n")
         if b"\r" in rest:  # keep the state that it shows now, and whether that is to be overwritten
             rest = b"\r" + showable(rest) + (b"\r" if rest.endswith(b"\r") else b"")
@@ -67,7 +67,7 @@ class Lines:
         """The state that a progress bar shows now; empty if there is none."""
         return showable(self._rest) if self._rest.startswith(b"\r") else b""
 
-    def end(self) -> list[bytes]:
+    def take_unfinished(self) -> list[bytes]:
         """Returns the unfinished line."""
         rest, self._rest = showable(self._rest), b""
         return [rest] if rest else []

@@ -88,7 +88,7 @@ class Terminal(OutputFd):
 
     def _write(self) -> None:
         if not self._begun:
-            self._begin()
+            self._next_block()
         try:
             del self._begun[: os.write(self.fd, self._begun)]
         except OSError as e:
@@ -96,7 +96,7 @@ class Terminal(OutputFd):
                 self._begun.clear()
             raise
 
-    def _begin(self) -> None:
+    def _next_block(self) -> None:
         """Takes as many lines as fit into one block."""
         try:
             columns, height = os.get_terminal_size(self.fd)

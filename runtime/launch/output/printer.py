@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...host.output_options import STREAMS, Output, OutputChoice
 from ...host.private_files import lock_file, make_private_folder, open_private_file
+from ...process.renamed import old_method
 from .folding import FoldedLine, OutputFolding
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
@@ -35,6 +36,10 @@ class Printer:
 
     ``push`` is to be called when ``due`` says so and when there is room in ``waiting``.
     """
+
+    begin = old_method("begin", "begin_node")
+    take = old_method("take", "feed")
+    end = old_method("end", "end_node")
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Printer:
 
     # ---- output of nodes -------------------------------------------------------------------------------------------
 
-    def begin(self, rank: int) -> None:
+    def begin_node(self, rank: int) -> None:
         """Notes that a node may print. Raises OSError when its log files cannot be opened."""
         for stream in STREAMS:
             self._streams[rank, stream] = self._open(rank, stream)
@@ -82,7 +87,7 @@ class Printer:
             log = _open_log(os.path.join(output.log_dir, str(rank), STREAMS[stream]))
         return _Stream(rank, stream, log, silent)
 
-    def take(self, rank: int, stream: int, piece: bytes) -> None:
+    def feed(self, rank: int, stream: int, piece: bytes) -> None:
         """Takes a piece of a node's output to its stdout (1) or stderr (2)."""
         source = self._streams.get((rank, stream))
         if source is None:  # of a node whose end was noted: a straggler of its host
@@ -92,7 +97,7 @@ class Printer:
         if source.silent:
             return
         now = time.monotonic()
-        self._fold(source, source.lines.take(piece), now)
+        self._fold(source, source.lines.feed(piece), now)
         if source.lines.bar:
             self._bars.setdefault(source, max(now, source.shown + BAR))
         else:
@@ -105,20 +110,20 @@ class Printer:
             return
         for line in lines:
             self._folder.add(source.rank, source.stream, line, now)
-        self._show(self._folder.take(now, len(self._running)))
+        self._show(self._folder.take_due(now, len(self._running)))
 
     def remark(self, host: str, lines: Iterable[bytes]) -> None:
         """Shows output of a host to its stderr, not of one of its nodes."""
         self._put(2, f"[{host}] ".encode(), map(showable, lines))
 
-    def end(self, rank: int) -> None:
+    def end_node(self, rank: int) -> None:
         """Notes that a node prints nothing more."""
         for stream in STREAMS:
             source = self._streams.pop((rank, stream), None)
             if source is not None:
                 self._bars.pop(source, None)
                 if not source.silent:
-                    self._fold(source, source.lines.end(), time.monotonic())
+                    self._fold(source, source.lines.take_unfinished(), time.monotonic())
                 source.close()
         self._running.discard(rank)
 
@@ -172,13 +177,13 @@ class Printer:
             del self._bars[source]
             source.shown = now
             self._fold(source, [source.lines.bar], now)
-        self._show(self._folder.take(now, len(self._running)))
+        self._show(self._folder.take_due(now, len(self._running)))
         for sink in self._sinks.values():
             sink.push(patience)
 
     def flush(self, patience: float = 0.0) -> None:
         """Does what ``push`` does, with all output that has arrived, finished lines at least."""
-        self._show(self._folder.take(float("inf"), 0))
+        self._show(self._folder.take_due(float("inf"), 0))
         self.push(patience)
 
     def fds(self) -> list[int]:

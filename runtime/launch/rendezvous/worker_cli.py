@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupts = Interrupts()  # so that a Ctrl-C is not lost where Python swallows it, as in an import's callbacks
     interrupts.look()
     try:
-        invitation = _take(options.invitation_fd) if found is None else found.invitation(options.timeout)
+        invitation = _read_invitation(options.invitation_fd) if found is None else found.invitation(options.timeout)
         return join(invitation, options.timeout, options.slots, rank, *local, typed=found is not None)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -163,7 +163,7 @@ def join(
             signal.signal(signal.SIGINT, lambda *_: None)
         return agent.run()
     except StartError as e:
-        up.say(LaunchFailed(str(e)))
+        up.send_message(LaunchFailed(str(e)))
         up.push(1.0)
         raise
     except ProtocolError as e:
@@ -217,7 +217,7 @@ def _note_own() -> None:
     os.environ[OWN] = slurm_env.divided(len(gpus()), len(os.sched_getaffinity(0)))
 
 
-def _take(fd: int) -> Invitation:
+def _read_invitation(fd: int) -> Invitation:
     with open(fd, "rb") as file:
         try:
             return decode_invitation(file.read())

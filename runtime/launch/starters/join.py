@@ -76,7 +76,7 @@ class JoinStarter(LocalAgentStarter):
         addresses = self.open(listening(self.spec), int(options.get("port", 0)), keys.server, keys.guest[0])
         if path:
             self._file = ConnectionFile(path, invite(keys, addresses))
-        self.root.tell(Listening(addresses))
+        self.root.send_news(Listening(addresses))
 
     def open(self, hosts: Sequence[str], port: int, server_keys: tuple[str, str], *agents: str) -> tuple[str, ...]:
         """Lets in agents that have one of these keys; returns the addresses of the tunnel server."""
@@ -115,7 +115,7 @@ class JoinStarter(LocalAgentStarter):
         for agent in list(self.agents):
             agent.close()
         if self._tunnel is not None:
-            self.loop.forget(self._tunnel.arrivals)
+            self.loop.unwatch(self._tunnel.arrivals)
             self._tunnel.close()
 
     def _arrived(self) -> None:
@@ -161,9 +161,9 @@ class _JoinedAgent(Branch):
         self._loop.watch(self._wire.fileno(), self._hear)
         self._loop.later(starter.spec.timeout, self._too_late)
 
-    def say(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         if not self._wire.ended:
-            self._wire.say(order)
+            self._wire.send_message(order)
             self._wire.watch_room(self._loop)
 
     def push(self) -> None:
@@ -174,7 +174,7 @@ class _JoinedAgent(Branch):
     def close(self) -> None:
         if self in self._starter.agents:
             self._starter.agents.remove(self)
-            self._loop.forget(self._wire.fileno())
+            self._loop.unwatch(self._wire.fileno())
             self._wire.close()
 
     def _hear(self) -> None:

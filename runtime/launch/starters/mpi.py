@@ -65,7 +65,7 @@ def await_true(look: Callable[[], bool], timeout: float | None = None) -> bool:
     return True
 
 
-def take(world: mpi_env.MpiWorld, status: Any) -> bytes:
+def receive_probed(world: mpi_env.MpiWorld, status: Any) -> bytes:
     """Receives the message that a probe has found."""
     data = bytearray(status.Get_count(world.mpi.BYTE))
     world.comm.Recv([data, world.mpi.BYTE], status.source, status.tag)
@@ -208,7 +208,7 @@ class MpiProcesses:
 
         def one_came() -> bool:
             while comm.Iprobe(tag=OFFER, status=status):
-                rank, said = status.source - 1, take(self.world, status)
+                rank, said = status.source - 1, receive_probed(self.world, status)
                 try:
                     self.offers[rank] = msgspec.json.decode(said, type=Offer)
                 except UNDECODABLE as e:  # it is as one that is stuck

@@ -28,7 +28,7 @@ from ...protocol.errors import BrokenError
 from ...protocol.keys import curve_pair
 from ..output.printer import Printer
 from ..output.relay import Source
-from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, take
+from .mpi import ARRIVE, OFFER, ORDER, Offer, await_true, exit_at_once, flush, receive_probed
 
 #: The seed of torch's generators in every process.
 _SEED = torch.default_generator.initial_seed()
@@ -44,7 +44,7 @@ def serve(world: mpi_env.MpiWorld, output: Output = Output()) -> NoReturn:  # no
     """Makes this process the node of its rank, and ends it with the exit code."""
     code = 1
     try:
-        _settle(world, output)
+        _prepare_process(world, output)
         code = _work(world)
     except BaseException:
         traceback.print_exc()
@@ -68,7 +68,7 @@ def _order(world: mpi_env.MpiWorld, public: str, side: str = "", timeout: float 
     """
     comm, status = world.comm, world.mpi.Status()
     comm.Send([msgspec.json.encode(Offer(public, side, bool(world.abandoned))), world.mpi.BYTE], 0, OFFER)
-    return take(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
+    return receive_probed(world, status) if await_true(lambda: bool(comm.Iprobe(0, ORDER, status)), timeout) else None
 
 
 def _work(world: mpi_env.MpiWorld) -> int:
@@ -97,7 +97,7 @@ def _work(world: mpi_env.MpiWorld) -> int:
         patience = None if code == 0 or world.near(0) else ARRIVE
 
 
-def _settle(world: mpi_env.MpiWorld, output: Output) -> None:
+def _prepare_process(world: mpi_env.MpiWorld, output: Output) -> None:
     rank = world.rank - 1
     _relay_output(rank, output)
     if world.near(0):
@@ -159,13 +159,13 @@ def _relay(rank: int, output: Output, out: int, err: int) -> None:
     environment = {**os.environ, "TERM": "dumb"}
     printer = Printer(output, environment=environment)
     try:
-        printer.begin(rank)
+        printer.begin_node(rank)
     except OSError as e:  # nobody can be told but who reads this, and output is not to be lost
         os.write(2, f"[node {rank}] no output goes to its log files: {e}\n".encode())
         printer.close()
         printer = Printer(environment=environment)
-        printer.begin(rank)
-    sources = [Source(fd, stream, partial(printer.take, rank)) for stream, fd in ((1, out), (2, err))]
+        printer.begin_node(rank)
+    sources = [Source(fd, stream, partial(printer.feed, rank)) for stream, fd in ((1, out), (2, err))]
     poller = select.poll()
     for source in sources:
         poller.register(source.fd, select.POLLIN)
@@ -179,5 +179,5 @@ def _relay(rank: int, output: Output, out: int, err: int) -> None:
                     poller.unregister(source.fd)
                     source.close()
         printer.push(3600)
-    printer.end(rank)
+    printer.end_node(rank)
     printer.flush(3600)

@@ -98,9 +98,9 @@ class PipedBranch(Branch):
         self._root.report_status(self, self._unanswered)
         self._loop.later(starter.spec.timeout, self._too_late)
 
-    def say(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         if not self._closed:
-            self._wire.say(order)
+            self._wire.send_message(order)
             self._wire.watch_room(self._loop)
 
     def push(self) -> None:
@@ -111,7 +111,7 @@ class PipedBranch(Branch):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._loop.forget(self._wire.fileno())
+            self._loop.unwatch(self._wire.fileno())
             self._wire.close()
             self._reasons.close()
             if self._process.poll() is None:
@@ -120,7 +120,7 @@ class PipedBranch(Branch):
     def _hear(self) -> None:
         self._root.hear(self, self._wire)
         if self._wire.ended and not self._closed:
-            self._loop.forget(self._wire.fileno())  # how the process ends says more
+            self._loop.unwatch(self._wire.fileno())  # how the process ends says more
             self._loop.later(PATIENCE, self._give_up)
 
     def _remark(self, lines: list[bytes]) -> None:
@@ -132,7 +132,7 @@ class PipedBranch(Branch):
         code = self._process.poll()
         if code is None:
             return
-        self._loop.forget(self._pidfd)
+        self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
         if self._closed:
             return
@@ -173,7 +173,7 @@ class _Marked(FramedSocket[AgentNews]):
         self.preamble = b""  #: the end of the output before MARK
         self._begun = False
 
-    def _take(self, piece: bytes) -> None:
+    def _feed(self, piece: bytes) -> None:
         if self._begun:
             self._in += piece
             return

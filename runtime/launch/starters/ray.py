@@ -138,7 +138,7 @@ class RayStarter(JoinStarter):
             )
         except OSError as e:
             raise StartError(f"a process for Ray could not be started: {e}") from e
-        self._say(asked)
+        self._send_to_driver(asked)
         streams = driver.stdout, driver.stderr
         out, err = (os.dup(stream.fileno()) for stream in streams if stream is not None)
         StderrTail(self.loop, out, self._hear)
@@ -153,11 +153,11 @@ class RayStarter(JoinStarter):
         super().end()
         if self._driver is None:
             return
-        self._say(None)
+        self._send_to_driver(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._driver.wait(_PATIENCE)
 
-    def _say(self, order: object) -> None:
+    def _send_to_driver(self, order: object) -> None:
         """Sends the driver an order; None: that there is no more."""
         stdin = self._driver.stdin if self._driver is not None else None
         with contextlib.suppress(OSError):
@@ -170,13 +170,13 @@ class RayStarter(JoinStarter):
     def _hear(self, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                self._take(msgspec.json.decode(line, type=_News))
+                self._handle_news(msgspec.json.decode(line, type=_News))
             except (*UNDECODABLE, IndexError) as e:
                 why = f"what came was not said by the process that talks with Ray: {e}"
                 self.root.give_up(plain(why, REASON), self._reasons.lines)
                 return
 
-    def _take(self, news: _News) -> None:
+    def _handle_news(self, news: _News) -> None:
         if news.doing:
             self._doing = plain(news.doing, REASON)
             self.root.reconsider()
@@ -185,7 +185,7 @@ class RayStarter(JoinStarter):
         elif news.hosts:
             self._invite(news.hosts)
         else:
-            self._ended(self._hosts[news.ended], news)
+            self._note_agent_end(self._hosts[news.ended], news)
 
     def _invite(self, hosts: list[_Host]) -> None:
         self._doing = "its agent has not come yet"
@@ -197,10 +197,10 @@ class RayStarter(JoinStarter):
             host.first = first
             first += host.slots
             told.append(RayAgentStart(Invitation(addresses, keys[0], host.key, ""), host.slots, host.first))
-        self._say(told)
+        self._send_to_driver(told)
         self.root.reconsider()
 
-    def _ended(self, host: _Host, news: _News) -> None:
+    def _note_agent_end(self, host: _Host, news: _News) -> None:
         """Notes that an agent's process is over, which its connection does not always tell, and never why."""
         branch = next((agent for agent in self.agents if agent.first_rank == host.first), None) or _Absent(host)
         if isinstance(branch, _Absent):
@@ -209,7 +209,7 @@ class RayStarter(JoinStarter):
         self.root.lost(branch, f"its agent has ended ({describe_exit(news.code)})", news.code or 1, tail)
 
     def _reap(self) -> None:
-        self.loop.forget(self._pidfd)
+        self.loop.unwatch(self._pidfd)
         os.close(self._pidfd)
         assert self._driver is not None
         how = describe_exit(self._driver.wait())
@@ -242,7 +242,7 @@ class _Absent(Branch):
     def __init__(self, host: _Host) -> None:
         super().__init__(plain(host.name, NAME), host.slots, host.first)
 
-    def say(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         pass
 
     def close(self) -> None:

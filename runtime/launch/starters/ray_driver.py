@@ -129,7 +129,7 @@ class Driver:
         self._hosts = list(hosts.values())
         self._tell(hosts=[{name: host[name] for name in ("name", "slots", "key")} for host in self._hosts])
 
-    def begin(self, told: list[dict[str, Any]]) -> None:
+    def run_agents(self, told: list[dict[str, Any]]) -> None:
         """Starts the agents and reports how they end. Returns when all have."""
         import ray
 
@@ -171,7 +171,7 @@ def main() -> None:
     try:
         driver = Driver(orders.get(), tell)
         driver.place()
-        driver.begin(orders.get())
+        driver.run_agents(orders.get())
         orders.get()  # nothing more comes: `_listen` ends this process
     except ImportError as e:
         tell(error=f"{e} (pip install 'disttensor[ray]')")

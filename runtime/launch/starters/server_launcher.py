@@ -26,7 +26,7 @@ from ...host.launcher import Exited, Launcher, Sight, Started
 from ...host.output_options import Output
 from ...process.lifetime import describe_exit, wait_any
 from ...process.renamed import old_names
-from ...protocol.bundle import Bundle, told
+from ...protocol.bundle import Bundle, names_as_text
 from ...protocol.errors import ForkError, StartError
 from ..output.printer import spans
 from ..tree.control import (
@@ -98,12 +98,12 @@ class ServerLauncher(Launcher):
     def show(self, output: Output) -> None:
         with self._using():
             self._shown = True
-            self._wire.say(told(output))
+            self._wire.send_message(names_as_text(output))
 
     def flush(self, timeout: float) -> None:
         with contextlib.suppress(StartError, ForkError), self._using():
             self._flushes += 1
-            self._wire.say(Flush(self._flushes))
+            self._wire.send_message(Flush(self._flushes))
             self._await(lambda: self._flushed == self._flushes or bool(self._trouble), timeout)
 
     def start(self, bundles: Sequence[Bundle]) -> None:
@@ -119,7 +119,7 @@ class ServerLauncher(Launcher):
                 self._address = " or ".join((bundle.address, *bundle.addresses))
                 self._asked += 1
                 self.vacant = max(0, self.vacant - 1)
-                self._wire.say(Start(bundle, self.entry))
+                self._wire.send_message(Start(bundle, self.entry))
             self._wire.push(1.0)  # bytes beyond its buffer go with its news, once it has imported torch
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
@@ -128,13 +128,19 @@ class ServerLauncher(Launcher):
         Raises StartError when the server is gone or stopped.
         """
         with self._using():
-            self._wire.say(Kill(rank, number))
+            self._wire.send_message(Kill(rank, number))
 
     def look(self, rank: int) -> None:
-        with contextlib.suppress(StartError), self._using():
-            self._wire.say(Look(rank))
+        self._look(rank, True)
 
-    def end(self, rank: int) -> None:
+    def glance(self, rank: int) -> None:
+        self._look(rank, False)
+
+    def _look(self, rank: int, stacks: bool) -> None:
+        with contextlib.suppress(StartError), self._using():
+            self._wire.send_message(Look(rank, stacks))
+
+    def end_worker(self, rank: int) -> None:
         with contextlib.suppress(StartError):
             self.kill(rank)
 
@@ -179,12 +185,12 @@ class ServerLauncher(Launcher):
             if self._server is None and self._server_pid and self._rest(grace):
                 _resting.append(self)
             else:
-                self._end(grace)
+                self._stop_server(grace)
 
     def _rest(self, grace: float) -> bool:
         """Ends the workers of a server that is dtrun's, which may be wanted again; False if it is of no use then."""
         self._rested = False
-        self._wire.say(EndSession(grace))
+        self._wire.send_message(EndSession(grace))
         self._await(lambda: self._rested, grace + _PATIENCE)
         return self._rested and not self._trouble
 
@@ -206,10 +212,10 @@ class ServerLauncher(Launcher):
         """Returns whether the launcher is the one that this launch spec describes."""
         return True
 
-    def _end(self, grace: float) -> None:
+    def _stop_server(self, grace: float) -> None:
         try:
             if self._server_pid:
-                self._wire.say(Stop(grace))
+                self._wire.send_message(Stop(grace))
                 self._await(lambda: False, grace + _PATIENCE)
         finally:
             self._wire.close()  # by itself enough: the server ends its workers when the socket ends
@@ -305,7 +311,7 @@ def _end_resting() -> None:
     while _resting:
         launcher = _resting.pop()
         if launcher._pid == os.getpid():
-            launcher._end(0)
+            launcher._stop_server(0)
 
 
 def _after_fork() -> None:

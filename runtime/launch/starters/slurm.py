@@ -145,7 +145,7 @@ class SlurmStarter(JoinStarter):
         super().begin()
 
     def waiting(self) -> str:
-        return "\n  ".join([super().waiting(), *self._said])
+        return "\n  ".join([super().waiting(), *self._reason_lines])
 
     def end(self) -> None:
         super().end()
@@ -159,11 +159,11 @@ class SlurmStarter(JoinStarter):
             self._reasons.read()
             self._reasons.close()
         if self._pidfd >= 0:
-            self.loop.forget(self._pidfd)
+            self.loop.unwatch(self._pidfd)
             os.close(self._pidfd)
 
     @property
-    def _said(self) -> list[str]:
+    def _reason_lines(self) -> list[str]:
         return self._reasons.lines if self._reasons is not None else []
 
     def _start(self) -> None:
@@ -220,7 +220,7 @@ class SlurmStarter(JoinStarter):
         code = self._srun.poll() if self._srun is not None else None
         if code is None:
             return
-        self.loop.forget(self._pidfd)
+        self.loop.unwatch(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
         if self._reasons is not None:
@@ -232,5 +232,5 @@ class SlurmStarter(JoinStarter):
         """Reports a failure, once, so that nobody waits for nodes that never come."""
         if not self._failed:
             self._failed = True
-            tail = "".join(f"\n  {line}" for line in self._said)
-            self.root.tell(LaunchFailed(f"{why}{tail and f'; what srun has said:{tail}'}"))
+            tail = "".join(f"\n  {line}" for line in self._reason_lines)
+            self.root.send_news(LaunchFailed(f"{why}{tail and f'; what srun has said:{tail}'}"))

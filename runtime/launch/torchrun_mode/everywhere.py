@@ -56,7 +56,7 @@ def main(lifeline: int) -> int:
     bound = affinity.apply(bundle)
     if bound.said:
         print(f"disttensor: {bound.said}", file=sys.stderr)
-    for name, value in _told(bundle).items():
+    for name, value in _torchrun_variables(bundle).items():
         os.environ[name] = value
     for name, value in _default_environment(bound.threads).items():
         os.environ.setdefault(name, value)
@@ -69,7 +69,7 @@ def main(lifeline: int) -> int:
         return 127
 
 
-def _told(bundle: Bundle) -> dict[str, str]:
+def _torchrun_variables(bundle: Bundle) -> dict[str, str]:
     """Returns torchrun's variables. MASTER_ADDR, MASTER_PORT and related ones are the same for all (``lead``)."""
     rank, size = str(bundle.rank), str(bundle.nodes)
     # programs say torch.cuda.set_device(LOCAL_RANK): of its own GPUs, where somebody has divided those

@@ -76,11 +76,11 @@ class Agent:
         self._ending: float | None = None  #: when the end has to be done at the latest
         self._code = 0
         self._ready = False  #: the fork server is ready
-        up.say(agent_hello)
+        up.send_message(agent_hello)
         adopt_orphans()
         sock, self._server = spawn_server(preload, tied=True)
         self._down: FramedStream[ServerNews] = FramedSocket(ServerNews, sock.detach())
-        self._down.say(Output(upward=True))
+        self._down.send_message(Output(upward=True))
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -115,55 +115,55 @@ class Agent:
         try:
             orders = self._up.hear()
         except ProtocolError as e:
-            self._up.say(LaunchFailed(f"what came was not the root's: {e}"))
+            self._up.send_message(LaunchFailed(f"what came was not the root's: {e}"))
             raise
         for order in orders:
             self._unheard.heard()
             match order:
                 case Refuse():
                     print(f"disttensor: {order.why}", file=sys.stderr)
-                    self._end(EX_REFUSED)
+                    self._end_with(EX_REFUSED)
                 case Stop():
                     self._code = self._code or order.code
                     self._stop(order.grace)
                 case Beat():
                     self._silence = order.silence
                     now = self._clock.now()
-                    self._up.say(Beat(order.silence, now))
+                    self._up.send_message(Beat(order.silence, now))
                     # Whatever was under way when the link was cut arrives when it heals, beats too. What the root has
                     # heard so lately, it has not given up.
                     if now - order.at < order.silence.lost:
                         self._pause(False)
                 case _:
-                    self._down.say(order)
+                    self._down.send_message(order)
         if self._up.ended:
-            self._loop.forget(self._up.fileno())
-            self._end(EX_ROOT_GONE if self._ending is None else 0)
+            self._loop.unwatch(self._up.fileno())
+            self._end_with(EX_ROOT_GONE if self._ending is None else 0)
 
     def _take_news(self) -> None:
         try:
             all_news = self._down.hear()
         except ProtocolError as e:
-            self._up.say(LaunchFailed(f"what came was not the fork server's: {e}"))
-            self._loop.forget(self._down.fileno())
+            self._up.send_message(LaunchFailed(f"what came was not the fork server's: {e}"))
+            self._loop.unwatch(self._down.fileno())
             self._down.close()  # which ends the server and its nodes
             self._code = 1
             return
         for news in all_news:
-            self._up.say(news)
+            self._up.send_message(news)
             self._ready = self._ready or isinstance(news, Ready)
             if isinstance(news, LaunchFailed):
-                self._end(1)
+                self._end_with(1)
         if self._down.ended and self._ending is None:
             how = "ended"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = f"ended ({describe_exit(self._server.wait(1))})"
-            self._up.say(LaunchFailed(f"the fork server has {how}, and its nodes with it"))
+            self._up.send_message(LaunchFailed(f"the fork server has {how}, and its nodes with it"))
             self._code = 1
 
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
-        self._end(EX_ROOT_GONE)
+        self._end_with(EX_ROOT_GONE)
 
     def _look_at_time(self) -> None:
         silence = self._silence
@@ -171,7 +171,7 @@ class Agent:
         seconds = self._unheard.look()
         if seconds > silence.lease and self._ending is None:
             print(f"disttensor: nothing was heard from the root for {silence.lease:g} s", file=sys.stderr)
-            self._end(EX_ROOT_GONE)
+            self._end_with(EX_ROOT_GONE)
         if seconds > silence.pause:
             self._pause(True)
         self._loop.later(silence.beat / 2, self._look_at_time)
@@ -180,18 +180,18 @@ class Agent:
         """Has the nodes stopped, or go on."""
         if on != self._paused:
             self._paused = on
-            self._down.say(Pause(on))
+            self._down.send_message(Pause(on))
 
     def _watch_room(self) -> None:
         for wire in (self._up, self._down):
             wire.watch_room(self._loop)
 
-    def _end(self, code: int) -> None:
+    def _end_with(self, code: int) -> None:
         self._code = self._code or code
         self._stop(0)
 
     def _stop(self, grace: float) -> None:
-        self._down.say(Stop(grace))
+        self._down.send_message(Stop(grace))
         # before it is ready there are no nodes, and it would read this only when it has imported torch
         deadline = self._clock.now() + (grace + PATIENCE if self._ready else 0)
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
@@ -226,6 +226,6 @@ def main(argv: Sequence[str] = ()) -> int:
     try:
         return Agent(up, agent_hello(), argv or PRELOAD).run()
     except (StartError, ProtocolError) as e:
-        up.say(LaunchFailed(str(e)))
+        up.send_message(LaunchFailed(str(e)))
         up.push(1.0)
         return 1

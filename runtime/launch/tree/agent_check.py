@@ -94,7 +94,7 @@ def check_news(
             return msgspec.structs.replace(news, cause=plain(news.cause, REASON), tail=_tail(news.tail))
         case Beat() if not branch.beats:
             raise ProtocolError("a beat that answers none")
-        case Seen() if news.rank not in branch.looks:
+        case Seen() if branch.looks[news.rank] <= 0:
             raise ProtocolError(f"the sight of node {news.rank}, which it was not asked for")
         case Seen():
             if len(news.state) != 1 or not news.state.isascii() or not news.state.isprintable():

@@ -96,6 +96,7 @@ class Look(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Look at a worker from outside, and send Seen."""
 
     rank: int
+    stacks: bool = True  #: with the stacks of its threads, which take a moment
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -186,6 +187,9 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     rss: int = 0  #: bytes of memory
     stack: str = ""  #: the stacks of its threads
     beside: tuple[Beside, ...] = ()  #: the functions that run on its streams
+    stacks: bool = True  #: whether its stacks were asked for
+    cpu: float = 0.0  #: seconds for which it has run on cores
+    lived: float = 0.0  #: seconds since its start
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ def become_worker(
     code = 1
     try:
         page.mine = shared
-        _settle(server, rank, out, err, foreign)
+        _prepare_process(server, rank, out, err, foreign)
         faulthandler.register(STACKS, file=stacks, all_threads=True)
         signal.signal(signal.SIGCONT, _stay_paused)
         code = _call(entry, lifeline)
@@ -76,7 +76,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _settle(server: int, rank: int, out: int, err: int, foreign: list[int]) -> None:
+def _prepare_process(server: int, rank: int, out: int, err: int, foreign: list[int]) -> None:
     os.setpgid(0, 0)
     die_with_parent(server)
     adopt_orphans()  # so the server gets those of dead nodes only, and may end them (Server._reap)

@@ -31,7 +31,7 @@ class FramedStream(ABC, Generic[In]):
     ended: bool = False  #: the other end is gone, and all its messages were received
 
     @abstractmethod
-    def say(self, message: msgspec.Struct) -> None:
+    def send_message(self, message: msgspec.Struct) -> None:
         """Queues a message and sends the bytes that fit. Raises nothing when the other end is gone: ``ended`` tells."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class FramedSocket(FramedStream[In]):
     def fileno(self) -> int:
         return self.inn
 
-    def say(self, message: msgspec.Struct) -> None:
+    def send_message(self, message: msgspec.Struct) -> None:
         self._out += frame(message)
         self.push()
 
@@ -121,7 +121,7 @@ class FramedSocket(FramedStream[In]):
                 break
             except OSError:
                 piece = b""
-            self._take(piece)
+            self._feed(piece)
             self.ended = not piece
             read += len(piece)
         messages = []
@@ -144,7 +144,7 @@ class FramedSocket(FramedStream[In]):
         except ProtocolError as e:  # its text may quote what came: tags are words here
             raise ProtocolError(plain(str(e), 250)) from None
 
-    def _take(self, piece: bytes) -> None:
+    def _feed(self, piece: bytes) -> None:
         self._in += piece
 
     def close(self) -> None:

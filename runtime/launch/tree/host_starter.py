@@ -2,7 +2,7 @@
 
     class SshStarter(HostStarter):      one file per way, named in registry.py; the root imports only its launch spec's
         begin()                        starts agents, or listens for those that join: adds branches
-        Branch.say(order)              whatever carries it: ssh's stdin, a ZeroMQ message
+        Branch.send_order(order)              whatever carries it: ssh's stdin, a ZeroMQ message
 
 A host starter runs in the root's one thread. It watches its descriptors with ``root.loop`` and tells the root of
 events: ``root.add(branch)``, ``root.hear(branch, wire)`` when an agent may have sent something, ``root.lost(branch,
@@ -12,6 +12,7 @@ events: ``root.add(branch)``, ``root.hear(branch, wire)`` when an agent may have
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,10 +45,10 @@ class Branch(ABC):
         self.owed = 0  #: bytes of its nodes' output that it was not told have been taken
         self.beats = 0  #: beats that its agent has not answered yet
         self.heard_at = 0.0  #: when its agent sent the latest answer, by the agent's clock
-        self.looks: set[int] = set()  #: nodes that its agent is to look at
+        self.looks = Counter[int]()  #: by node: the looks that its agent was asked for, and has not answered
 
     @abstractmethod
-    def say(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         """Sends an order to the agent, which has said hello. Never blocks, raises nothing."""
 
     def push(self) -> None:  # noqa: B027 - one without a wire of its own has nothing to send
@@ -75,7 +76,7 @@ class RootPort(Protocol):
     loop: EventLoop
     spec: LaunchSpec
 
-    def tell(self, news: News) -> None:
+    def send_news(self, news: News) -> None:
         """Sends news to the master."""
 
     def add(self, branch: Branch) -> None:

@@ -23,7 +23,7 @@ class EventLoop:
         self._order = itertools.count()
 
     def watch(self, fd: int, then: Callable[[], object]) -> None:
-        """Calls ``then`` in each turn in which ``fd`` is readable or at its end, until ``forget``."""
+        """Calls ``then`` in each turn in which ``fd`` is readable or at its end, until ``unwatch``."""
         self._watched[fd] = then
         self._register(fd)
 
@@ -33,7 +33,7 @@ class EventLoop:
             (self._full.add if wanted else self._full.discard)(fd)
             self._register(fd)
 
-    def forget(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
         """Stops watching a descriptor, before it is closed; one that is not watched is fine."""
         self._watched.pop(fd, None)
         self._full.discard(fd)

@@ -29,7 +29,7 @@ from ...host.output_options import Output
 from ...process.clock import CLOCK, Clock
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
 from ...process.own_time import Unheard
-from ...protocol.bundle import understood
+from ...protocol.bundle import names_from_text
 from ...protocol.errors import DisttensorError, ProtocolError
 from ..output.lines import plain
 from ..output.printer import Printer
@@ -139,7 +139,7 @@ class Root:
         self._unshown.clear()
         for branch in self._branches:
             if branch.owed:
-                branch.say(OutputAck(branch.owed))
+                branch.send_order(OutputAck(branch.owed))
                 branch.owed = 0
 
     def _is_needed(self) -> bool:
@@ -158,16 +158,16 @@ class Root:
         for order in self._up.hear():
             match order:
                 case LaunchSpec():
-                    self._begin(understood(order))
+                    self._begin_job(names_from_text(order))
                 case Output():
-                    self._printer.show(understood(order))
+                    self._printer.show(names_from_text(order))
                 case Flush():
                     # to branches that have nodes: a fork server that still imports answers when it has done so
                     with_nodes = {self._seats.branch_of(rank) for rank in self._seats.pids}
                     there = {branch for branch in with_nodes if branch is not None and branch.gone is None}
                     self._flushing[order.id] = there
                     for each in there:
-                        each.say(order)
+                        each.send_order(order)
                     self._flushed(order.id)
                 case Start() if self._ending is None:
                     self._asked += 1
@@ -177,18 +177,18 @@ class Root:
                     branch = self._seats.branch_of(order.rank)
                     if branch is not None and branch.agent_hello is not None:
                         if isinstance(order, Look):
-                            branch.looks.add(order.rank)
-                        branch.say(order)
+                            branch.looks[order.rank] += 1
+                        branch.send_order(order)
                 case Stop():
                     self._dismissed = True
                     self._stop(order.grace)
                 case EndSession():
                     self._rest(order)
         if self._up.ended:
-            self.loop.forget(self._up.fileno())
+            self.loop.unwatch(self._up.fileno())
             self._stop(0, 0 if self._dismissed else EX_ROOT_GONE)
 
-    def _begin(self, spec: LaunchSpec) -> None:
+    def _begin_job(self, spec: LaunchSpec) -> None:
         self.spec = spec
         descriptors.make_room_for_agents(max(len(spec.hosts), spec.most))
         self._printer.show(spec.output)
@@ -196,10 +196,10 @@ class Root:
             self._starter = get_starter(spec)(self)
             self._starter.begin()
         except (DisttensorError, ValueError, OSError, ImportError) as e:
-            self._up.say(LaunchFailed(f"{type(e).__name__}: {e}"))
+            self._up.send_message(LaunchFailed(f"{type(e).__name__}: {e}"))
             self._stop(0)
         else:
-            self._up.say(Ready(os.getpid()))
+            self._up.send_message(Ready(os.getpid()))
 
     def _take_signal(self) -> None:
         os.read(self._wakeup[0], 64)
@@ -215,7 +215,7 @@ class Root:
             if branch.agent_hello is None:
                 self.lost(branch, "was not needed any more", 0, ())
             else:
-                branch.say(Stop(grace, code))
+                branch.send_order(Stop(grace, code))
 
     def _rest(self, order: EndSession) -> None:
         self._seats.unassigned.clear()
@@ -223,7 +223,7 @@ class Root:
             branch.waiting.clear()
             if branch.agent_hello is not None and branch.gone is None:
                 self._awake.add(branch)
-                branch.say(order)
+                branch.send_order(order)
             else:
                 for rank in self._seats.of(branch):
                     self._seats.leave(rank)
@@ -235,7 +235,7 @@ class Root:
             self._awake.discard(branch)
         if not self._awake:
             self._printer.flush()
-            self._up.say(SessionEnded())
+            self._up.send_message(SessionEnded())
             self._deal()
 
     # ---- dealing ---------------------------------------------------------------------------------------------------
@@ -246,11 +246,13 @@ class Root:
         for branch, start in self._seats.deal(self._branches):
             rank = start.bundle.rank
             try:
-                self._printer.begin(rank)
+                self._printer.begin_node(rank)
             except OSError as e:
                 self._seats.leave(rank)
-                self._printer.end(rank)
-                self._up.say(Ended(rank, 0, os.EX_CANTCREAT, f"its log files cannot be made: {e}", (), branch.host))
+                self._printer.end_node(rank)
+                self._up.send_message(
+                    Ended(rank, 0, os.EX_CANTCREAT, f"its log files cannot be made: {e}", (), branch.host)
+                )
                 continue
             if branch.gone is not None:
                 self._end_node(branch, rank)
@@ -258,29 +260,29 @@ class Root:
             if branch.agent_hello is None:
                 branch.waiting.append(start)
             else:
-                branch.say(start)
-            self._up.say(Status((rank,), branch.host, branch.what))
+                branch.send_order(start)
+            self._up.send_message(Status((rank,), branch.host, branch.what))
         if self._seats.unassigned and self._starter is not None:
-            self._up.say(Status(tuple(self._seats.unassigned), "", self._starter.waiting()))
-        self._up.say(Capacity(self._seats.free(self._branches), self._asked))
+            self._up.send_message(Status(tuple(self._seats.unassigned), "", self._starter.waiting()))
+        self._up.send_message(Capacity(self._seats.free(self._branches), self._asked))
 
     def _end_node(self, branch: Branch, rank: int) -> None:
         cause, code, tail = branch.gone or ("", 0, ())
         pid = self._seats.leave(rank)
-        self._printer.end(rank)
-        self._up.say(Ended(rank, pid, code, cause, tuple(tail), branch.host))
+        self._printer.end_node(rank)
+        self._up.send_message(Ended(rank, pid, code, cause, tuple(tail), branch.host))
 
     # ---- from host starters ----------------------------------------------------------------------------------------
 
-    def tell(self, news: News) -> None:
-        self._up.say(news)
+    def send_news(self, news: News) -> None:
+        self._up.send_message(news)
 
     def reconsider(self) -> None:
         self._deal()
 
     def give_up(self, why: str, tail: Sequence[str] = ()) -> None:
         if self._ending is None:
-            self._up.say(LaunchFailed(why, tuple(tail)))
+            self._up.send_message(LaunchFailed(why, tuple(tail)))
             self._stop(0)
 
     def add(self, branch: Branch) -> None:
@@ -299,7 +301,7 @@ class Root:
         branch.what = what
         ranks = self._seats.of(branch)
         if ranks:
-            self._up.say(Status(ranks, branch.host, what))
+            self._up.send_message(Status(ranks, branch.host, what))
 
     def hear(self, branch: Branch, wire: FramedStream[AgentNews]) -> None:
         with self._losing(branch):
@@ -327,7 +329,7 @@ class Root:
 
     def _cast_out(self, branch: Branch, cause: str, code: int) -> None:
         if branch.agent_hello is not None:
-            branch.say(Refuse(f"cut off by the root: {cause}"))
+            branch.send_order(Refuse(f"cut off by the root: {cause}"))
             if not self._seats.of(branch):  # so that no node's loss says it
                 self._printer.remark(branch.host, [f"disttensor: this host is cut off: {cause}".encode()])
         self.lost(branch, cause, code, branch.last_lines())
@@ -337,7 +339,7 @@ class Root:
             case AgentHello():
                 self._let_in(branch, news)
             case NodeOutput():
-                self._printer.take(news.rank, news.fd, news.data)
+                self._printer.feed(news.rank, news.fd, news.data)
                 branch.owed += len(news.data)
             case SessionEnded():
                 self._rested(branch)
@@ -350,17 +352,17 @@ class Root:
                 branch.beats -= 1
                 branch.heard_at = news.at
             case Seen():
-                branch.looks.discard(news.rank)
-                self._up.say(news)
+                branch.looks[news.rank] -= 1
+                self._up.send_message(news)
             case Began():
                 self._seats.pids[news.rank] = news.pid
-                self._up.say(msgspec.structs.replace(news, host=branch.host))
+                self._up.send_message(msgspec.structs.replace(news, host=branch.host))
             case Ended():
                 self._seats.leave(news.rank)
-                self._printer.end(news.rank)
+                self._printer.end_node(news.rank)
                 if news.code:
                     self._printer.flush()
-                self._up.say(msgspec.structs.replace(news, host=branch.host))
+                self._up.send_message(msgspec.structs.replace(news, host=branch.host))
             case LaunchFailed():
                 self.lost(branch, f"no node can be started there: {news.why}", os.EX_UNAVAILABLE, news.tail)
 
@@ -374,11 +376,11 @@ class Root:
         if not awaited:
             del self._flushing[id]
             self._printer.flush()
-            self._up.say(Flushed(id))
+            self._up.send_message(Flushed(id))
 
     def _let_in(self, branch: Branch, hello: AgentHello) -> None:
         if why := branch.refusal(hello):
-            branch.say(Refuse(why))
+            branch.send_order(Refuse(why))
             self.lost(branch, why, os.EX_UNAVAILABLE, ())
             return
         if branch not in self._branches:
@@ -387,7 +389,7 @@ class Root:
             hello.host, hello.python, hello.protocol, hello.version, hello.executable, hello.packages
         )
         if why := versions.refusal(versions.own(), there):
-            branch.say(Refuse(why))
+            branch.send_order(Refuse(why))
             self.lost(branch, why, os.EX_PROTOCOL, ())
             return
         branch.agent_hello = hello
@@ -398,12 +400,12 @@ class Root:
         if self._modules is None:
             self._modules = offer(self.spec.folder)
         if self._modules:
-            branch.say(Modules(self._modules))
+            branch.send_order(Modules(self._modules))
         self.report_status(branch, "its fork server has not imported torch yet")
         if self._ending is not None:
-            branch.say(Stop(0))
+            branch.send_order(Stop(0))
         for start in branch.waiting:
-            branch.say(start)
+            branch.send_order(start)
         branch.waiting.clear()
         self._deal()
         branch.let_in()
@@ -438,7 +440,7 @@ class Root:
         silence = self.spec.silence
         branch.unheard.most = silence.most
         branch.beats += 1
-        branch.say(Beat(silence, branch.heard_at))
+        branch.send_order(Beat(silence, branch.heard_at))
 
 
 def serve(control: int, parent: int) -> int:

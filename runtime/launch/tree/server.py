@@ -33,7 +33,7 @@ from ...host.memory_limit import MemoryKills
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children, process_stat
 from ...process.page import Page
-from ...protocol.bundle import Bundle, understood, write_bundle
+from ...protocol.bundle import Bundle, names_from_text, write_bundle
 from ...protocol.errors import ProtocolError
 from ..output.lines import Tail
 from ..output.printer import Printer
@@ -61,7 +61,7 @@ from .control import (
 )
 from .fork_child import STACKS, become_worker
 from .framed import FramedSocket
-from .shipping import adopt
+from .shipping import import_shipped
 
 #: Between SIGTERM and SIGKILL for a worker (seconds). The promise is that none outlives its master by 2 s.
 TERM_TIME = 1.0
@@ -69,6 +69,8 @@ TERM_TIME = 1.0
 ORPHAN_TIME = 0.5
 #: Seconds in which a worker that runs has written its stacks; and the most characters of them that are passed on.
 LOOK_TIME, MAX_STACK = 0.2, 16 << 10
+#: Of the kernel's clock in which it counts the time of processes, a second.
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ForkedWorker:
@@ -113,15 +115,19 @@ class ForkedWorker:
             return process_stat(self.pid)[0]
         return "?"
 
-    def seen(self) -> Seen:
-        """Returns the sight of it from outside."""
+    def seen(self, stacks: bool) -> Seen:
+        """Returns the sight of it from outside; with the ``stacks`` that it has written, where they were asked for."""
         seq, kind, peer, seconds, deaf = self.page.read()
-        rss = 0
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/statm") as statm:
-            rss = int(statm.read().split()[1]) * resource.getpagesize()
-        stack = self.stack.decode(errors="replace")[:MAX_STACK]
-        beside = self.page.beside
-        return Seen(self.rank, self.state(), self.page.paused, seq, kind, peer, seconds, deaf, rss, stack, beside)
+        state, rss, cpu, lived = "?", 0, 0.0, 0.0
+        with contextlib.suppress(OSError):
+            fields = process_stat(self.pid)
+            state, rss = fields[0], int(fields[21]) * resource.getpagesize()
+            cpu = (int(fields[11]) + int(fields[12])) / _TICKS
+            lived = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _TICKS)
+        return Seen(
+            self.rank, state, self.page.paused, seq, kind, peer, seconds, deaf, rss,
+            self.stack.decode(errors="replace")[:MAX_STACK] if stacks else "", self.page.beside, stacks, cpu, lived,
+        )  # fmt: skip
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
         """Returns how it has ended. ``peak``: the most bytes that it had in memory."""
@@ -187,10 +193,10 @@ class Server:
             match order:
                 case Output():
                     self._upward = order.upward
-                    self._printer.show(understood(order))
+                    self._printer.show(names_from_text(order))
                 case Modules():
                     try:
-                        adopt(order.packed)
+                        import_shipped(order.packed)
                     except ValueError as e:
                         raise ProtocolError(str(e)) from e
                 case OutputAck():
@@ -202,7 +208,7 @@ class Server:
                 case Kill() if order.rank in self._nodes:
                     self._nodes[order.rank].signal(order.signal)
                 case Look():
-                    self._look(order.rank)
+                    self._look(order.rank, order.stacks)
                 case Pause():
                     for node in self._nodes.values():
                         node.pause(order.on)
@@ -225,7 +231,7 @@ class Server:
         self._resting = False
         end_children(0)
         self._printer.flush()
-        self._wire.say(SessionEnded())
+        self._wire.send_message(SessionEnded())
 
     def _stop(self, grace: float) -> None:
         self._resting = False
@@ -245,14 +251,14 @@ class Server:
     def _start(self, bundle: Bundle, entry: str) -> None:
         fds: list[int] = []
         if not self._nodes:
-            self._memory.begin()
+            self._memory.start_counting()
         descriptors.make_room_for_nodes(len(self._nodes) + 1)
         try:
             for _ in range(3):
                 fds += os.pipe()
             fds += os.pipe2(os.O_NONBLOCK)
             line_out, line_in, out, out_in, err, err_in, stacks, stacks_in = fds
-            self._printer.begin(bundle.rank)
+            self._printer.begin_node(bundle.rank)
             page = Page.shared()
             pid = self._fork(bundle.rank, entry, line_out, out_in, err_in, stacks_in, page, (line_in, out, err, stacks))
             for fd in (line_out, out_in, err_in, stacks_in):
@@ -268,19 +274,19 @@ class Server:
         except OSError as e:  # no descriptors, no processes, no memory left
             for fd in fds:
                 os.close(fd)
-            self._printer.end(bundle.rank)
+            self._printer.end_node(bundle.rank)
             hint = ""
             if e.errno == errno.EMFILE:
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                 hint = f": a node takes 5 of the {limit} that one process may have here (ulimit -n)"
-            self._wire.say(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}{hint}", ()))
+            self._wire.send_message(Ended(bundle.rank, 0, os.EX_OSERR, f"could not be started: {e}{hint}", ()))
             return
         self._nodes[bundle.rank] = node
         self._watch(node.pidfd, lambda: self._reap(node))
         self._watch(node.stacks, lambda: self._take_stack(node))
         for source in node.sources:
             self._watch_source(source)
-        self._wire.say(Began(bundle.rank, pid))
+        self._wire.send_message(Began(bundle.rank, pid))
 
     def _fork(
         self, rank: int, entry: str, lifeline: int, out: int, err: int, stacks: int, page: Page, others: tuple[int, ...]
@@ -312,10 +318,10 @@ class Server:
         cause = node.end_in_words(code, usage.ru_maxrss << 10, self._memory)
         ran, beside = node.page.running, tuple(each.number for each in node.page.beside)
         for source in node.sources:
-            self._forget(source.fd)
+            self._unwatch(source.fd)
             source.close()
         for fd in (node.pidfd, node.stacks):
-            self._forget(fd)
+            self._unwatch(fd)
             os.close(fd)
         os.close(node.lifeline)
         del self._nodes[node.rank]
@@ -323,21 +329,24 @@ class Server:
             # What left its process group, with a session of its own: whoever is no node has lost its node. Those of
             # nodes that live are below these. Whatever was preloaded may have started something, too.
             end_children(0, ORPHAN_TIME, {*self._preloaded, *(other.pid for other in self._nodes.values())})
-        self._printer.end(node.rank)
+        self._printer.end_node(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
-        self._wire.say(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran, beside=beside))
+        self._wire.send_message(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran, beside=beside))
 
     # ---- looks -----------------------------------------------------------------------------------------------------
 
-    def _look(self, rank: int) -> None:
-        """Looks at a worker. One that runs is asked for its stacks, which come in a moment."""
+    def _look(self, rank: int, stacks: bool) -> None:
+        """Looks at a worker. One that runs is asked for its stacks, where these are wanted, which come in a moment."""
         node = self._nodes.get(rank)
         if node is None:
             return
+        if not stacks:
+            self._wire.send_message(node.seen(False))
+            return
         node.stack = b""
         node.look_by = time.monotonic()
-        if node.page.began and node.state() not in "TtZX?":
+        if node.page.has_begun and node.state() not in "TtZX?":
             node.look_by += LOOK_TIME
             with contextlib.suppress(OSError):
                 os.kill(node.pid, STACKS)
@@ -346,13 +355,13 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while piece := os.read(node.stacks, 1 << 16):
                 node.stack = (node.stack + piece)[:MAX_STACK]
-            self._forget(node.stacks)  # it has closed them all
+            self._unwatch(node.stacks)  # it has closed them all
 
     def _tell_seen(self) -> None:
         for node in self._nodes.values():
             if node.look_by and time.monotonic() >= node.look_by:
                 node.look_by = 0.0
-                self._wire.say(node.seen())
+                self._wire.send_message(node.seen(True))
 
     # ---- the selector ----------------------------------------------------------------------------------------------
 
@@ -366,7 +375,7 @@ class Server:
     def _relay(self, source: Source) -> None:
         source.read()
         if source.ended:  # the worker closed its stdout; only its pidfd says that it has ended
-            self._forget(source.fd)
+            self._unwatch(source.fd)
 
     def _flush(self, id: int) -> None:
         if not self._paused:  # else output waits for its readers, and another process may wait for this one
@@ -375,24 +384,24 @@ class Server:
                     if not source.read():
                         break
         self._printer.flush()
-        self._wire.say(Flushed(id))
+        self._wire.send_message(Flushed(id))
 
     def _take_output(self, rank: int, tail: Tail, stream: int, piece: bytes) -> None:
         tail.add(stream, piece)
         if self._upward:
             self._unacknowledged += len(piece)
-            self._wire.say(NodeOutput(rank, stream, piece))
+            self._wire.send_message(NodeOutput(rank, stream, piece))
         else:
-            self._printer.take(rank, stream, piece)
+            self._printer.feed(rank, stream, piece)
 
-    def _forget(self, fd: int) -> None:
+    def _unwatch(self, fd: int) -> None:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def _watch_room(self) -> None:
         """Waits for room where writing was incomplete; lets sources wait while too much output is."""
         for fd in self._waiting:
-            self._forget(fd)
+            self._unwatch(fd)
         self._waiting = self._printer.waiting
         for fd in self._waiting:
             self._selector.register(fd, selectors.EVENT_WRITE)
@@ -403,7 +412,7 @@ class Server:
         if full != self._paused:
             self._paused = full
             for source in [s for n in self._nodes.values() for s in n.sources if not s.ended]:
-                self._forget(source.fd)
+                self._unwatch(source.fd)
                 self._watch_source(source)
 
 
@@ -418,11 +427,11 @@ def serve(control: int, parent: int) -> int:
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     gc.freeze()  # a collection in a worker would otherwise touch, and so copy, every page
     server = Server(wire)
-    wire.say(Ready(os.getpid(), _torch()))
+    wire.send_message(Ready(os.getpid(), _torch()))
     try:
         server.run()
     except ProtocolError as e:  # the kernel ends its nodes with it
-        wire.say(LaunchFailed(f"what came was not an order of this version's: {e}"))
+        wire.send_message(LaunchFailed(f"what came was not an order of this version's: {e}"))
         wire.push(1.0)
         return os.EX_PROTOCOL
     return 0
@@ -436,4 +445,4 @@ def decline(control: int, why: str, lines: list[str]) -> None:
     """Tells the root that there won't be any worker, and the last lines about it."""
     tail = Tail()
     tail.add(2, "\n".join(lines).encode(errors="replace"))
-    FramedSocket(Order, control).say(LaunchFailed(why, tail.lines()))
+    FramedSocket(Order, control).send_message(LaunchFailed(why, tail.lines()))

@@ -1,6 +1,6 @@
 """Ships modules that lie beside the user's script to hosts that don't see its directory.
 
-    root: gather(folder) -> Sources, packed into one frame --> fork server of another host: adopt(frame)
+    root: gather(folder) -> Sources, packed into one frame --> fork server of another host: import_shipped(frame)
                                                                  the same files lie there: nothing to do
                                                                  else: imports from that folder are served from memory
 
@@ -129,7 +129,7 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def adopt(packed: bytes) -> bool:
+def import_shipped(packed: bytes) -> bool:
     """Has this process, and those that it forks, import these modules; returns False when they lie here as well.
 
     Raises ValueError as ``unpack`` does.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
-from ...protocol.bundle import told
+from ...protocol.bundle import names_as_text
 from ...protocol.errors import StartError
 from .framed import frame
 
@@ -78,7 +78,7 @@ def node_command(entry: str) -> list[str]:
 
 def _first(sock: socket.socket, word: Output | LaunchSpec) -> None:
     with contextlib.suppress(OSError):  # it has ended already, which the socket's end will tell
-        sock.sendall(frame(told(word)))
+        sock.sendall(frame(names_as_text(word)))
 
 
 def _spawn(

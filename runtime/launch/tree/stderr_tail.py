@@ -32,7 +32,7 @@ class StderrTail:
         except BlockingIOError:
             return
         if not piece:
-            self._loop.forget(self._fd)
+            self._loop.unwatch(self._fd)
         *lines, rest = (self._rest + piece).split(b"\n")
         self._rest = rest[-LONG:]
         self._last.extend(map(shown_in_tail, lines))
@@ -42,6 +42,6 @@ class StderrTail:
     def close(self) -> None:
         """Closes the descriptor. Closing twice is fine."""
         if self._fd >= 0:
-            self._loop.forget(self._fd)
+            self._loop.unwatch(self._fd)
             os.close(self._fd)
             self._fd = -1

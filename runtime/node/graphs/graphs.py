@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from ...process import role, torch_switches
+from ...process.observing import GraphReplayed
 from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import DisttensorError, ProtocolError
@@ -106,6 +107,11 @@ class NodeGraphs:
     def close(self) -> None:
         """Ends compilations under way."""
         self._builder.close()
+
+    @property
+    def building(self) -> tuple[int, float]:
+        """How many programs are compiled, or wait for that; and for how many seconds the one that is has been."""
+        return self._builder.under_way
 
     def part(self, command: c.GraphPart) -> None:
         parts = self._parts.setdefault(command.graph, _Parts())
@@ -246,12 +252,20 @@ class NodeGraphs:
     # ---- replaying -------------------------------------------------------------------------------------------------
 
     def replay(self, command: c.Replay) -> None:
+        """Replays a graph, and tells observers of it."""
+        seam, graph = self._node.seam, self._graphs[command.graph]
+        if seam.graph.listeners:
+            named = "", self._node.seq, command.graph, len(graph.steps)
+            seam.notify_end_of(seam.graph, GraphReplayed, partial(self._replay, graph, command), *named)
+        else:
+            self._replay(graph, command)
+
+    def _replay(self, graph: NodeGraph, command: c.Replay) -> None:
         node, entries = self._node, self._node.store.entries
-        graph = self._graphs[command.graph]
         for ref, given in zip(graph.inputs, command.inputs, strict=True):
             if ref:
-                entries[ref] = entries[given]
-        kept, numbers = self._begin(graph), command.numbers[: graph.numbers]
+                entries[ref] = node.present(given)
+        kept, numbers = self._release_outputs(graph), command.numbers[: graph.numbers]
         switches = torch_switches.present() if graph.switches and role.is_node() else None
         run = self._run if node.take_over is in_order else self._run_beside
         try:
@@ -269,14 +283,14 @@ class NodeGraphs:
         for ref in graph.inputs:
             entries.pop(ref, None)  # nothing is under 0
         try:
-            self._give(graph, command.outputs)
-            self._end(graph, kept)
+            self._assign_results(graph, command.outputs)
+            self._refill_outputs(graph, kept)
         except Exception:  # no memory for a copy, say: what others see would show the values of another replay
             entries.update(dict.fromkeys(kept, Poison(node.rank, node.number)))
-            self._end(graph, kept)
+            self._refill_outputs(graph, kept)
             raise
 
-    def _give(self, graph: NodeGraph, refs: tuple[int, ...]) -> None:
+    def _assign_results(self, graph: NodeGraph, refs: tuple[int, ...]) -> None:
         """Gives results the refs that this replay names: copies where the next replay would write over them."""
         if not refs:
             return
@@ -293,7 +307,7 @@ class NodeGraphs:
                 result = geometry.copied(result)
             entries[new] = result
 
-    def _begin(self, graph: NodeGraph) -> dict[int, torch.Tensor]:
+    def _release_outputs(self, graph: NodeGraph) -> dict[int, torch.Tensor]:
         """Lets go of the last replay's outputs. Returns those whose memory others see, or are going to: it gets the new
         values."""
         entries = self._node.store.entries
@@ -325,10 +339,10 @@ class NodeGraphs:
             return value if isinstance(value, torch.Tensor) and (id(entry) in viewed or seen(value, viewed)) else None
         return made(entry) if entry is not None and seen(entry, viewed) else None
 
-    def _end(self, graph: NodeGraph, kept: dict[int, torch.Tensor]) -> None:
+    def _refill_outputs(self, graph: NodeGraph, kept: dict[int, torch.Tensor]) -> None:
         store = self._node.store
         if store.sending and kept:
-            store.settle(list(kept.values()))
+            store.wait_for_sends(list(kept.values()))
         for ref, old in kept.items():
             new = self._awaited(ref)
             if isinstance(new, torch.Tensor):
@@ -391,7 +405,7 @@ class NodeGraphs:
                 segment.program, segment.engine = program, segment.make(program)
             return
         if node.store.sending and segment.writes:
-            node.store.settle(inputs)
+            node.store.wait_for_sends(inputs)
         try:
             outputs = segment.engine.run(inputs, numbers)
         except Exception as e:

@@ -7,7 +7,8 @@ import torch
 from ...channel.base import Transfer
 from ...protocol import commands as c
 from ...protocol.errors import ProtocolError
-from ..state import NodeState
+from ...protocol.failure_ids import Poison
+from ..state import NodeState, PoisonRead
 from .cuda_lane import CudaMark
 from .lane import Mark, when_all
 
@@ -39,8 +40,11 @@ class Events:
         return mark
 
     def __getitem__(self, ref: int) -> Mark:
-        """Returns the event under ``ref``. Raises KeyError, ProtocolError for an entry that is not an event."""
-        mark = self._node.store.entries[ref]
+        """Returns the event under ``ref``. Raises KeyError, PoisonRead for one that is gone with a loss, ProtocolError
+        for an entry that is not an event."""
+        mark = self._node.present(ref)
+        if isinstance(mark, Poison):
+            raise PoisonRead(mark)
         if not isinstance(mark, Mark):
             raise ProtocolError(f"ref {ref} is no event")
         return mark

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...process.observing import CommandBegun, CommandDone
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
 from ..state import NodeState, in_order
@@ -54,7 +55,7 @@ class Lanes:
             if ref:
                 self.entries[ref] = promise
         if task.writes and self.store.sending:
-            self.store.settle([])
+            self.store.wait_for_sends([])
             task.sends = list(self.store.sending)
         lane.put(task)
 
@@ -158,6 +159,18 @@ class Lanes:
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def perform(self, lane: Lane, task: LaneTask) -> None:
+        """Does a task, and tells those who observe commands of it. Raises nothing."""
+        commands = self.node.seam.commands
+        if not commands.listeners or task.over:
+            self._perform(lane, task)
+            return
+        now, rank, stream = self.node.seam.clock.now, self.node.rank, stream_of(lane)
+        began = now()
+        commands.notify(CommandBegun(began, rank, stream, task.seq, task.name, None))
+        self._perform(lane, task)
+        commands.notify(CommandDone(now(), began, rank, stream, task.seq, task.name, None))
+
+    def _perform(self, lane: Lane, task: LaneTask) -> None:
         """Does a task: waits for its operands, runs it, keeps its promises. Raises nothing."""
         poison: Poison | None = None
         values = lane.values
@@ -266,6 +279,12 @@ class Lanes:
         lane.count += 1
         if not lane.order or lane.count % OFTEN == 0:
             self.node.progress()
+
+
+def stream_of(lane: Lane) -> str:
+    """Returns what observers are told of as the stream: "default", the ref of a stream of the script's, "collective",
+    or "to-1", which sends to node 1."""
+    return lane.name.partition("-")[2]
 
 
 def _tensors(operands: Iterable[Any]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ import torch
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
 from ...process import page
+from ...process.observing import FunctionDone
 from ...protocol import commands as c
 from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
@@ -24,14 +25,14 @@ from .. import warned
 from ..collectives import join
 from ..failures import name_of
 from ..held import Holding
-from ..state import NodeState
+from ..state import NodeState, PoisonRead
 from ..store import Entry, Later, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
 from ..user_functions import Returned
 from .cuda_lane import CudaLane, CudaMark, keep_for_default, on, sign
 from .events import Events
 from .lane import Lane, LaneTask, Results, Run, Values, when_all
-from .lanes import Lanes
+from .lanes import Lanes, stream_of
 
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
 #: handing a small operation over costs as much as doing it.
@@ -106,7 +107,8 @@ class Scheduler(Lanes):
             command = command.command
         template = self.node.templates.get(command.template) if isinstance(command, c.Call) else None
         name = name_of(command) if template is None else template.name
-        self.node.give_up(command, self.report_failure(self.node.seq, name, error))
+        poison = error.poison if type(error) is PoisonRead else self.report_failure(self.node.seq, name, error)
+        self.node.give_up(command, poison)
 
     def _other(self, command: c.Command) -> None:
         node = self.node
@@ -193,8 +195,7 @@ class Scheduler(Lanes):
         outs: Sequence[int] = (),
         **more: Any,
     ) -> None:
-        entries = self.entries
-        captured = {ref: entries[ref] for ref in reads}
+        captured = {ref: self.node.present(ref) for ref in reads}
         self.put(lane, LaneTask(self.node.seq, name, run, captured, [(ref, Promise()) for ref in outs], **more))
 
     def _call(self, lane: Lane, call: c.Call) -> None:
@@ -236,12 +237,16 @@ class Scheduler(Lanes):
         node = self.node
         job, number = node.functions.claim(command), node.number
         sends = list(self.store.sending)
-        held = Holding({ref: self.entries[ref] for ref in command.refs} if command.holds else {})
+        held = Holding({ref: self.node.present(ref) for ref in command.refs} if command.holds else {})
         cuda = self.cuda
 
         def done(values: Callable[[int], Any]) -> Returned:
+            run, seam = partial(job, values), node.seam
+            if seam.function.listeners:
+                named = stream_of(lane), number, name_of(command), command.request
+                run = partial(seam.notify_end_of, seam.function, FunctionDone, run, *named)
             with page.mine.function_beside(number), warned.telling(node.emit, number):
-                returned = job(values)
+                returned = run()
             if cuda:  # before the script hears of them, which may have other streams use them
                 sign(returned[1])
             return returned
@@ -251,7 +256,7 @@ class Scheduler(Lanes):
                 try:
                     return node.finish_run(command, *done(held.__getitem__))
                 finally:
-                    held.drop()
+                    held.release_unread()
             touched = {memory(tensor) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
             for entry, transfer in sends:  # the function may write their memory, and what it has kept of earlier calls
                 release(entry, transfer, None if isinstance(entry, Reading) and not command.outs else touched)
@@ -260,7 +265,7 @@ class Scheduler(Lanes):
         answer = self._answers(command.request)
 
         def spoil(poison: Poison) -> None:
-            held.drop()
+            held.release_unread()
             node.functions.skip(command)
             answer(poison)
 
@@ -313,7 +318,7 @@ class Scheduler(Lanes):
         def run(values: Values) -> Results:
             nonlocal began
             began = True
-            join(node, seq, command, values)
+            join(node, seq, command, values, stream_of(collective))
             return None
 
         def spoil(poison: Poison) -> None:

@@ -80,7 +80,7 @@ class FolderChannel(DataChannel):
                 bell = self._bells[peer]
             os.write(bell, _RECORD.pack(kind, self._rank, transfer, first, second))
         except OSError:
-            self.forget(peer, "it has ended")
+            self.mark_lost(peer, "it has ended")
             return failed(BrokenError, self._lost[peer])
         return done()
 
@@ -111,7 +111,7 @@ class FolderChannel(DataChannel):
                     os.close(self._bell)
                     return
                 if kind == _GONE:
-                    self.forget(who, f"rank {who} closed its end")
+                    self.mark_lost(who, f"rank {who} closed its end")
                     continue
                 key, record = (who, transfer), (kind, first, second)
                 with self._lock:
@@ -155,7 +155,7 @@ class FolderChannel(DataChannel):
             raise ValueError(f"rank {peer} is not a peer of rank {self._rank}; known: {sorted(self._peers)}")
         return self._lost.get(peer, "")
 
-    def forget(self, peer: int, why: str) -> None:
+    def mark_lost(self, peer: int, why: str) -> None:
         with self._lock:
             if peer not in self._peers:
                 return

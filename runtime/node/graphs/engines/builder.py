@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from functools import cache
@@ -71,6 +72,7 @@ class Builder:
         self._waiting: deque[weakref.ref[Build]] = deque()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0  #: when that was started
         self._closed = False
         self._no_compiler = False
         self.warned = False  #: the warning that there is no compiler was given
@@ -87,6 +89,13 @@ class Builder:
                     thread.start()  # raises where the system has none for it: the next one tries again
                     self._thread = thread
         return build
+
+    @property
+    def under_way(self) -> tuple[int, float]:
+        """How many programs are compiled, or wait for that; and for how many seconds the one that is has been."""
+        with self._lock:
+            compiled = self._process is not None
+            return len(self._waiting) + compiled, time.monotonic() - self._began if compiled else 0.0
 
     def close(self) -> None:
         """Ends the compilation under way, and waits for that."""
@@ -119,6 +128,7 @@ class Builder:
                 build.why = "the node ends" if self._closed else NO_COMPILER_TEXT
                 return
             path = json.dumps([p for p in sys.path if isinstance(p, str)])
+            self._began = time.monotonic()
             self._process = process = subprocess.Popen(
                 [sys.executable, "-P", _CHILD, path, build.folder, str(build.threads)],
                 stdin=subprocess.PIPE,

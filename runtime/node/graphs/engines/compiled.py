@@ -53,7 +53,7 @@ class Compiled:
                 self._numbers[:] = array("d", numbers)
             except (TypeError, OverflowError):  # a complex number, say
                 return None
-        if not all(map(is_, self._last, inputs)) and not self._adopt(inputs):
+        if not all(map(is_, self._last, inputs)) and not self._take_inputs(inputs):
             return None
         if self._checks and not self._indices_fit(inputs):
             return None
@@ -72,7 +72,7 @@ class Compiled:
             made[k] = torch.empty_strided(size, stride, dtype=made[k].dtype).copy_(made[k])
         return [result(inputs, draws, made) for result in self._results]
 
-    def _adopt(self, inputs: Sequence[Tensor]) -> bool:
+    def _take_inputs(self, inputs: Sequence[Tensor]) -> bool:
         """Takes input tensors, if they have the geometry that the program was compiled for; returns whether they do."""
         for i, tensor in enumerate(inputs):
             if tensor is self._last[i]:
@@ -85,7 +85,7 @@ class Compiled:
 
     def _adopt_all(self, inputs: Sequence[Tensor]) -> bool:
         try:
-            fits = listing.given(inputs) == self._given
+            fits = listing.input_geometry(inputs) == self._given
         except listing.NotCompilable:
             fits = False
         self._last = [*inputs] if fits else [None] * len(inputs)

@@ -57,7 +57,7 @@ class CudaGraph:
             return self._plain.run(inputs, numbers)
         try:
             if self._graph is None or not all(map(is_, self._inputs, inputs)):
-                self._adopt(inputs, numbers)
+                self._take_inputs(inputs, numbers)
         except Exception as e:  # an operator that waits for the device can't be captured, say: nothing has run
             self.why, self._graph, self._own, self._outputs, self._inputs = str(e) or type(e).__name__, None, {}, [], []
             _log.warning("disttensor: a graph stays with the interpreter: %s", self.why)
@@ -75,7 +75,7 @@ class CudaGraph:
     def halted(self, error: Exception) -> tuple[int, dict[int, Tensor]] | None:
         return self._plain.halted(error) if self.used == "interpreter" else None
 
-    def _adopt(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+    def _take_inputs(self, inputs: Sequence[Tensor], numbers: Sequence[Any]) -> None:
         """Takes these inputs: captures the program, if it must. Raises NotCompilable, or what capturing raises."""
         if self._graph is not None:
             for i, (old, new) in enumerate(zip(self._inputs, inputs, strict=True)):
@@ -115,9 +115,8 @@ class CudaGraph:
             self._numbers = numbers
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         with torch.cuda.device(device):
-            torch.cuda.synchronize()
             try:
-                # work of other threads of this process on the device meanwhile is allowed
+                # torch waits for the device first; other threads of this process may give it work meanwhile
                 with torch.cuda.graph(graph, stream=_capturing(device), capture_error_mode="thread_local"):
                     self._outputs = self._trace([self._own.get(i, t) for i, t in enumerate(self._inputs)])
             finally:

@@ -33,7 +33,7 @@ class Given:
     extent: int
 
 
-def given(inputs: Sequence[torch.Tensor]) -> tuple[Given, ...]:
+def input_geometry(inputs: Sequence[torch.Tensor]) -> tuple[Given, ...]:
     """Returns the inputs' geometry. Raises NotCompilable for inputs that are not plain CPU memory."""
     groups: dict[int, list[int]] = {}
     for i, tensor in enumerate(inputs):

@@ -57,7 +57,7 @@ class SwitchingEngine:
         self._measured[self.used != "interpreter"].append(perf_counter() - began)
         del self._measured[False][:-TRIALS]
         if len(self._measured[True]) >= TRIALS:
-            self._settle()
+            self._settle_choice()
         return outputs
 
     def halted(self, error: Exception) -> tuple[int, dict[int, Tensor]] | None:
@@ -78,7 +78,7 @@ class SwitchingEngine:
 
     def _start(self, inputs: Sequence[Tensor]) -> None:
         try:
-            self._given = listing.given(inputs)
+            self._given = listing.input_geometry(inputs)
             self._build = self._builder.build(listing.dump(self._program, self._given))
         except listing.NotCompilable as e:
             self._stay(str(e))
@@ -104,7 +104,7 @@ class SwitchingEngine:
             _log.warning("disttensor: a graph stays with the interpreter: %s", why)
         self.why, self._compiled, self._settled, self.used = why, None, True, "interpreter"
 
-    def _settle(self) -> None:
+    def _settle_choice(self) -> None:
         interpreted, compiled = self._measured[False], self._measured[True]
         if self._engine == "auto" and interpreted and min(interpreted) < min(compiled):
             self._stay("interpreting it is faster")

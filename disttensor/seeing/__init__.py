@@ -1,0 +1,34 @@
+"""The state of a job while it runs: what the script and each node are at. docs/SEEING.md.
+
+``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at.
+"""
+
+from __future__ import annotations
+
+from .reading import status
+from .status import (
+    ActorStatus,
+    CompileStatus,
+    JobStatus,
+    LineStatus,
+    MeshStatus,
+    NodeStatus,
+    QueueStatus,
+    ScriptStatus,
+    ScriptWait,
+    TransferStatus,
+)
+
+__all__ = [
+    "ActorStatus",
+    "CompileStatus",
+    "JobStatus",
+    "LineStatus",
+    "MeshStatus",
+    "NodeStatus",
+    "QueueStatus",
+    "ScriptStatus",
+    "ScriptWait",
+    "TransferStatus",
+    "status",
+]

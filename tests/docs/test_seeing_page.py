@@ -1,0 +1,30 @@
+"""docs/SEEING.md shows what its program prints, except figures, as these differ from run to run."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+from checkout import ROOT
+from test_readme import python
+
+PAGE = (ROOT / "docs" / "SEEING.md").read_text()
+#: The program, and what it prints, which has empty lines.
+SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL)
+#: The host on which the page's output was printed.
+HOST = "vm"
+
+
+def without_figures(text: str) -> str:
+    """A text in which each figure is one word, and the columns have no widths."""
+    text = re.sub(r"(step\(\)) [\d.]+ s", r"\1", text)  # said once it has taken a second
+    text = re.sub(r"\d[\d,]*(\.\d+)?( (bytes|[KMG]iB)|%)?|(?<= )-(?= )", "N", text)  # "-" is not known yet
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+
+
+def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
+    ((program, shown),) = SHOWN.findall(PAGE)
+    (tmp_path / "train.py").write_text(program)
+    printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, python("train.py", cwd=tmp_path))
+    assert without_figures(printed) == without_figures(shown)

@@ -1,0 +1,230 @@
+"""What observers gather at a node for the script, and how the script asks for it: without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_hub import HELLO, FakeHub
+from virtual_time import VirtualClock
+
+from disttensor.runtime.master.link_state import LinkState
+from disttensor.runtime.master.looking_in import LookingIn, NodeEvent
+from disttensor.runtime.master.side_channels import SideChannels
+from disttensor.runtime.node import gathering
+from disttensor.runtime.node.gathering import Gathering
+from disttensor.runtime.process.observing import (
+    BatchApplied,
+    CollectiveDone,
+    CommandBegun,
+    CommandDone,
+    FunctionDone,
+    GraphReplayed,
+    MessageSent,
+    NodeSeam,
+    TransferDone,
+)
+from disttensor.runtime.protocol import side
+from disttensor.runtime.protocol.errors import DisttensorError, NodeLost
+
+Noted = side.Noted
+
+#: An event of each kind, the point at which it is told, and what is noted of it.
+EVENTS: list[tuple[side.Point, Any, Noted]] = [
+    ("applied", BatchApplied(2.0, 1.0, 3, 7, 2, 99), Noted("applied", 2.0, 1.0, "", 7, "2 commands", bytes=99)),
+    ("commands", CommandBegun(1.0, 3, "5", 7, "aten::mm", None), Noted("begun", 1.0, 1.0, "5", 7, "aten::mm")),
+    ("commands", CommandDone(2.0, 1.0, 3, "5", 7, "aten::mm", None), Noted("done", 2.0, 1.0, "5", 7, "aten::mm")),
+    (
+        "collective",
+        CollectiveDone(2.0, 1.0, 3, "collective", 7, "all_reduce", "ring", (0, 3), 64, True),
+        Noted("collective", 2.0, 1.0, "collective", 7, "all_reduce", bytes=64, failed=True),
+    ),
+    (
+        "function",
+        FunctionDone(2.0, 1.0, 3, "", 7, "f()", 9, True),
+        Noted("function", 2.0, 1.0, "", 7, "f()", failed=True),
+    ),
+    ("graph", GraphReplayed(2.0, 1.0, 3, "", 7, 4, 2, False), Noted("graph", 2.0, 1.0, "", 7, "4")),
+    (
+        "transferred",
+        TransferDone(2.0, 1.0, 3, 1, True, 8, 64, "tcp", "transfers"),
+        Noted("sent", 2.0, 1.0, what="tcp transfers", transfer=8, peer=1, bytes=64),
+    ),
+    (
+        "transferred",
+        TransferDone(2.0, 1.0, 3, -1, False, 8, 64, "tcp", "collectives"),
+        Noted("received", 2.0, 1.0, what="tcp collectives", transfer=8, peer=-1, bytes=64),
+    ),
+]
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def seam(clock: VirtualClock) -> NodeSeam:
+    return NodeSeam(3, clock)
+
+
+@pytest.mark.parametrize(("point", "event", "noted"), EVENTS)
+def test_what_is_noted(seam: NodeSeam, clock: VirtualClock, point: side.Point, event: Any, noted: Noted) -> None:
+    gathered = Gathering(seam)
+    gathered.watch([point], 10)
+    seam.points()[point].notify(event)
+    answer = gathered.gather(5, 0)
+    assert answer == side.Gathered(5, clock.now(), 0, (noted,), False)
+    assert side.decode_answer(side.encode(answer)) == answer
+
+
+def test_all_points_of_a_node_can_be_watched(seam: NodeSeam) -> None:
+    assert list(side.POINTS) == list(seam.points()) == sorted({point for point, *_ in EVENTS})
+    gathered = Gathering(seam)
+    for points in (side.POINTS, side.POINTS[1:3], side.POINTS[2:4], (), side.POINTS):
+        for _ in range(2):  # a word may come twice
+            gathered.watch(points, 10)
+            assert {name: len(point.listeners) for name, point in seam.points().items()} == {
+                name: int(name in points) for name in side.POINTS
+            }
+
+
+def begin(seam: NodeSeam, *numbers: int) -> None:
+    for number in numbers:
+        seam.commands.notify(CommandBegun(1.0, 3, "", number, "aten::mm", None))
+
+
+def numbers(answer: side.Gathered) -> list[int]:
+    return [each.number for each in answer.events]
+
+
+def test_what_the_script_has_is_forgotten_and_what_it_may_not_have_is_said_again(seam: NodeSeam) -> None:
+    gathered = Gathering(seam)
+    gathered.watch(["commands"], 4)
+    begin(seam, 10, 11)
+    for _ in range(2):
+        answer = gathered.gather(1, 0)
+        assert (answer.first, numbers(answer)) == (0, [10, 11])
+    begin(seam, 12)
+    answer = gathered.gather(2, 2)
+    assert (answer.first, numbers(answer)) == (2, [12])
+    begin(seam, 13, 14, 15, 16)  # more than there is room for
+    answer = gathered.gather(3, 3)
+    assert (answer.first, numbers(answer)) == (3, [13, 14, 15, 16])
+    begin(seam, 17)
+    answer = gathered.gather(3, 3)
+    assert (answer.first, numbers(answer)) == (4, [14, 15, 16, 17])
+
+
+def test_what_is_too_much_for_a_message_comes_in_parts(seam: NodeSeam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "PART", 2)
+    gathered = Gathering(seam)
+    gathered.watch(["commands"], 10)
+    begin(seam, 10, 11, 12)
+    assert [(numbers(it), it.more) for it in (gathered.gather(1, 0), gathered.gather(2, 2))] == [
+        ([10, 11], True), ([12], False),
+    ]  # fmt: skip
+
+
+# ---- the script's end ------------------------------------------------------------------------------------------------
+
+
+class Looker:
+    """The script's end, and nodes 0 and 1 whose hub a test has."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.hub, self.beside, self.clock = FakeHub(), FakeHub(), clock
+        self.state = LinkState(self.hub, 2, clock=clock)
+        for node in self.state.nodes:
+            node.connection.greet(HELLO)
+        self.side = SideChannels(clock)
+        self.side.hub = self.beside
+        self.looking = LookingIn(self.state, self.side)
+
+    def words(self, rank: int) -> list[side.Word]:
+        """What a node has been told since the last call."""
+        sent, self.beside.sent = self.beside.sent, [each for each in self.beside.sent if each[0] != rank]
+        return [side.decode(message) for to, message in sent if to == rank]
+
+    def answer(self, rank: int, request: int, *events: Noted, first: int = 0, more: bool = False) -> None:
+        gathered = side.Gathered(request, self.clock.now() + 100, first, events, more)
+        self.beside.arrived.append((rank, side.encode(gathered)))
+
+
+@pytest.fixture
+def looker(clock: VirtualClock) -> Looker:
+    return Looker(clock)
+
+
+SITE = compile("0", "train.py", "exec"), 2
+
+
+def test_a_fetch_takes_what_is_new_in_all_its_parts_with_lines_and_the_clock(
+    looker: Looker, clock: VirtualClock
+) -> None:
+    looker.looking.watch([1], ["graph", "commands"], 5)
+    assert looker.words(1) == [side.Watch(("commands", "graph"), 5)]
+    sent = looker.state.seam.sent
+    sent.notify(MessageSent(0.0, 1, 6, [None, SITE], b""))
+    sent.notify(MessageSent(0.0, 0, 6, [SITE, SITE], b""))  # it is not watched
+    one, two = Noted("begun", 1.0, 1.0, "", 7, "aten::mm"), Noted("graph", 2.0, 1.0, "", 6, "4")
+    unknown, late = Noted("done", 2.0, 1.0, "", 8, "aten::mm"), Noted("sent", 3.0, 2.0, transfer=9, peer=0, bytes=64)
+    clock.plan(2, lambda: looker.answer(1, 1, one, two, more=True))
+    clock.plan(4, lambda: looker.answer(1, 2, unknown, late, first=5))
+    found = looker.looking.fetch(1)
+    assert found.events == (
+        NodeEvent(1, "begun", 1.0, 1.0, "", 7, "aten::mm", -1, -1, 0, False, SITE),
+        NodeEvent(1, "graph", 2.0, 1.0, "", 6, "4", -1, -1, 0, False, None),
+        NodeEvent(1, "done", 2.0, 1.0, "", 8, "aten::mm", -1, -1, 0, False, None),
+        NodeEvent(1, "sent", 3.0, 2.0, "", -1, "", 9, 0, 64, False, None),
+    )
+    assert found.dropped == 3
+    assert abs(found.ahead - 100) <= found.within <= 1.1
+    assert looker.words(1) == [side.Gather(1, 0), side.Gather(2, 2)]
+    looker.looking.watch([1], [])
+    assert (looker.words(1), sent.listeners) == ([side.Watch((), 100_000)], ())
+    clock.plan(1, lambda: looker.answer(1, 3, first=7))
+    assert looker.looking.fetch(1).events == ()
+    assert looker.words(1) == [side.Gather(3, 7)]
+
+
+def test_a_node_that_comes_back_is_told_again_what_it_is_to_note_and_what_it_was_asked(
+    looker: Looker, clock: VirtualClock
+) -> None:
+    looker.looking.watch([1], ["graph"], 5)
+    clock.plan(1, lambda: looker.beside.ended.append(1))
+    clock.plan(2, lambda: looker.answer(1, 1))
+    looker.looking.fetch(1)
+    assert looker.words(1) == [side.Watch(("graph",), 5), side.Gather(1, 0)] * 2
+
+
+def test_nobody_answers_for_another_and_nonsense_answers_nothing(looker: Looker, clock: VirtualClock) -> None:
+    looker.looking.watch([1], ["graph"])
+
+    def lie() -> None:
+        looker.answer(0, 1, Noted("graph", 2.0, 1.0))
+        looker.answer(1, 7, Noted("graph", 2.0, 1.0))
+        looker.beside.arrived.append((1, b"\xc1"))
+
+    clock.plan(1, lie)
+    with pytest.raises(TimeoutError, match="node 1 has not answered on its side channel within 5 s"):
+        looker.looking.fetch(1, 5)
+    looker.answer(1, 1, Noted("graph", 2.0, 1.0))  # nobody waits for it any more
+    clock.plan(1, lambda: looker.answer(1, 2, Noted("graph\x1b[2J", 2.0, 1.0), more=True))
+    clock.plan(2, lambda: looker.answer(1, 3, first=1, more=True))  # for ever, if it were asked again
+    (event,) = looker.looking.fetch(1).events
+    assert "\x1b" not in event.kind
+
+
+def test_who_can_not_be_watched(looker: Looker, clock: VirtualClock) -> None:
+    with pytest.raises(ValueError, match="there is no point 'sent' of a node; there are applied, collective, commands"):
+        looker.looking.watch([1], ["sent"])
+    looker.looking.watch([1], ["graph"])
+    with looker.state.lock:
+        clock.plan(1, lambda: looker.state.nodes[1].lose(NodeLost(1, "a", 1, "it fell")))
+    with pytest.raises(NodeLost, match="it fell"):
+        looker.looking.fetch(1)
+    looker.side.hub = None
+    for use in (lambda: looker.looking.watch([0], ["graph"]), lambda: looker.looking.fetch(0)):
+        with pytest.raises(DisttensorError, match=r"nodes that are threads of the script .* have no side channel"):
+            use()
