@@ -30,6 +30,10 @@ class MissedError(Exception):
     """A payload did not come, or not whole, by trouble beside the connection: only its transfer fails."""
 
 
+class FullError(Exception):
+    """The peer has to take earlier payloads before there is room for this one: ``stage`` is called again."""
+
+
 class Parcel(ABC):
     """A payload that the peer has announced. Used by the reader's thread."""
 
@@ -59,7 +63,8 @@ class Carrier(ABC):
 
     An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection. But a MemoryError
     of ``open`` (it had no room, and has dropped the payload) and a MissedError of a parcel (the payload has not come)
-    fail that transfer only. A ``carry`` whose payload does not arrive may return if the parcel raises.
+    fail that transfer only, and a FullError of ``stage`` fails nothing. A ``carry`` whose payload does not arrive may
+    return if the parcel raises.
     """
 
     #: the number of bytes of a descriptor
@@ -88,7 +93,9 @@ class Carrier(ABC):
     def stage(self, tensor: torch.Tensor) -> bytes | None:
         """Gets a tensor ready, of any strides and device; returns its descriptor.
 
-        None if this tensor has to take the connection; that is not an error.
+        None if this tensor has to take the connection; that is not an error. Raises FullError where the peer has to
+        take something first. It does not wait for that itself: the thread that calls it is the one that makes a new
+        connection where this one breaks, and it alone sees that one has.
         """
 
     def carry(self, tensor: torch.Tensor) -> None:  # noqa: B027 - there is nothing to do where all is done in stage

@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import socket
 from contextlib import closing
 
 import channel_kit
@@ -359,3 +360,34 @@ def test_who_is_held_back_comes_out_when_the_peer_is_lost(pair):
     for send in sends[1:]:
         with pytest.raises(BrokenError, match="as we say"):
             send.wait(LIMIT)
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["both live", "it dies"])
+def test_who_is_held_back_comes_out_when_the_connection_breaks(pair, lives):
+    """Whoever is held back makes the next connection, and hears whether the peer is there."""
+    n = AHEAD // 8
+    sends = [pair[0].isend(torch.full((n,), float(i)), 0, i) for i in range(6)]
+    answer = torch.zeros(1)
+    receive = pair[0].irecv(answer, 0, 99)
+    for send in sends[:2]:
+        send.wait(LIMIT)
+    with pytest.raises(TimeoutError):
+        sends[2].wait(0.05)
+    if not lives:
+        pair[1]._listener.stop()
+        pair[1]._listener.thread.join()
+        pair[1]._peers[-1]._sender.part_with_lock = lambda: None  # nobody says that it goes
+        pair[1].abort()
+        for one in (receive, *sends[2:]):
+            with pytest.raises(BrokenError, match="closed its end or died"):
+                one.wait(LIMIT)
+        return
+    pair[1]._peers[-1]._sock.shutdown(socket.SHUT_RDWR)
+    for i, send in enumerate(sends):
+        target = torch.zeros(n)
+        pair[1].irecv(target, -1, i).wait(LIMIT)
+        assert target.eq(i).all()
+        send.wait(LIMIT)
+    pair[1].isend(torch.ones(1), -1, 99).wait(LIMIT)
+    receive.wait(LIMIT)
+    assert answer.item() == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 
 import torch
 
 from ...protocol.errors import ProtocolError
-from ..carrier import Carrier, Parcel, Say
+from ..carrier import Carrier, FullError, Parcel, Say
 from ..payload import plain
 from . import adopted
 from .segments import DESCRIPTOR, FREE, Mapping, Mappings, Segment, Segments
@@ -49,7 +48,6 @@ class Sharing(Carrier):
         self._mappings = Mappings()
         #: payloads that the peer may not have taken yet, with their bytes
         self._announced: deque[tuple[Segment, int]] = deque()
-        self._over = False
 
     def reserve(self, nbytes: int) -> torch.Tensor | None:
         segment = self._take_segment(nbytes) if self.works else None
@@ -63,11 +61,15 @@ class Sharing(Carrier):
             return None
 
     def stage(self, tensor: torch.Tensor) -> bytes | None:
-        """Copies a tensor to memory that the peer can see. None if there is no memory, or not yet an answer."""
+        """Copies a tensor to memory that the peer can see. None if there is no memory, or not yet an answer.
+
+        Raises FullError (back-pressure), as a socket without room would make the sender wait: sends to a peer that
+        computes for long must not fill the memory.
+        """
         if not self.works:
             self._probe()
             return None
-        self._hold_back(tensor.numel() * tensor.element_size())
+        self._check_room(tensor.numel() * tensor.element_size())
         if tensor.device.type != "cpu" or tensor._is_zerotensor():
             tensor = plain(tensor)
         filled = None
@@ -82,19 +84,13 @@ class Sharing(Carrier):
         self._announced.append((segment, tensor.numel() * tensor.element_size()))
         return segment.describe()
 
-    def _hold_back(self, nbytes: int) -> None:
-        """Waits until the peer has taken enough (back-pressure), as a socket without room would make the sender wait.
-
-        Sends to a peer that computes for long must not fill the memory.
-        """
-        announced, pause = self._announced, 1e-4
-        while not self._over:
-            while announced and announced[0][0].is_taken:
-                announced.popleft()
-            if not announced or nbytes + sum(size for _, size in announced) <= AHEAD:
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+    def _check_room(self, nbytes: int) -> None:
+        """Raises FullError if the peer has not taken enough yet."""
+        announced = self._announced
+        while announced and announced[0][0].is_taken:
+            announced.popleft()
+        if announced and nbytes + sum(size for _, size in announced) > AHEAD:
+            raise FullError
 
     def _probe(self) -> None:
         """Gives the peer a segment to try, once."""
@@ -123,9 +119,6 @@ class Sharing(Carrier):
         mapping = self._mappings.open(descriptor, nbytes)
         mapping.mark_taken()
         return Loan(mapping, nbytes)
-
-    def fail(self, why: str) -> None:
-        self._over = True
 
     def close(self) -> None:
         self._announced.clear()

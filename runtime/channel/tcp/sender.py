@@ -20,12 +20,15 @@ import torch
 
 from ...protocol.errors import BrokenError, ChannelError
 from ...protocol.transfer_ids import spoken
-from ..carrier import Carrier
+from ..carrier import Carrier, FullError
 from ..payload import byte_view, plain
 from ..ticket import Ticket
 from .frames import BYE, CARRIED, COUNTED, DATA, EAGER, RECEIPT, Frame, Sealer
 from .kept import Kept, Out, TcpConnection
 from .shield import CHECKSUM, ENCRYPT, Shield, checksum
+
+#: The first and the longest pause between two questions whether a carrier has room, seconds.
+_SPIN, _PAUSE = 1e-4, 2e-3
 
 
 class SenderPeer(Protocol):
@@ -217,15 +220,25 @@ class FrameSender:
         self._write(out, connection)
         return True
 
-    def _stage(self, out: Out) -> torch.Tensor | None:
-        """Gives a large tensor to the carrier, or returns it as one to be written."""
+    def _stage(self, out: Out, connection: TcpConnection) -> torch.Tensor | None:
+        """Gives a large tensor to the carrier, or returns it as one to be written.
+
+        Returns it, too, where the connection ends before the carrier has room.
+        """
         if out.tensor is None or out.rest or out.frame.kind != DATA:
             return None
         carrier = self._peer.carrier
         if carrier is not None and not carrier.local and self._mode & ENCRYPT:
             carrier = None  # what it carries would leave the host in clear
         if carrier is not None and out.frame.nbytes > EAGER:
-            descriptor = carrier.stage(out.tensor)
+            descriptor, pause = None, _SPIN
+            while self._connection is connection and self._peer.failure is None:
+                try:
+                    descriptor = carrier.stage(out.tensor)
+                    break
+                except FullError:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _PAUSE)
             if descriptor is not None:
                 if self._mode & CHECKSUM:
                     descriptor += checksum(out.tensor)
@@ -236,7 +249,7 @@ class FrameSender:
     def _write(self, out: Out, connection: TcpConnection) -> None:
         written, copy = False, b""
         try:
-            tensor = self._stage(out)
+            tensor = self._stage(out, connection)
             payload = memoryview(out.copy or b"") if tensor is None else byte_view(tensor)
             written = self._write_to(connection, out, payload)
             if written and out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
