@@ -183,7 +183,8 @@ def test_the_fork_servers_death_is_the_loss_of_its_nodes(caplog: pytest.LogCaptu
         with pytest.raises(dt.NodeLost, match=r"fork server .*SIGKILL"):
             use(tensor)
     assert "disttensor-flush" in [thread.name for thread in threading.enumerate()]
-    assert caplog.text == ""
+    # the loop of ``use`` may wait so often that the script is told of it
+    assert [record.getMessage() for record in caplog.records if record.module != "waits"] == []
 
 
 def test_the_thread_that_flushes_outlives_an_error(caplog: pytest.LogCaptureFixture) -> None:
