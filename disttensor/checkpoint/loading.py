@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..meshes.cut import whole_shape
 from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import Shard
+from ..runtime.process import undertakings
 from ..runtime.process.spelling import did_you_mean
 from ..session import current
 from ..tasks.calls import Calls, first_of
@@ -154,24 +156,33 @@ class _Plan:
         folder = str(self._folder)
         shards = {node: list(mine.values()) for node, mine in self._shards.items()}
         if check_hashes:
-            self._everywhere(session, site, files.check, {node: (folder, mine) for node, mine in shards.items()})
+            self._everywhere(
+                session, site, "checking", files.check, {node: (folder, mine) for node, mine in shards.items()}
+            )
         arguments = {node: (folder, shards[node], self._items[node], self._targets[node]) for node in shards}
-        self._everywhere(session, site, files.read, arguments)
+        self._everywhere(session, site, "loading", files.read, arguments)
 
-    def _everywhere(self, session: Any, site: Any, fn: Any, arguments: dict[int | None, tuple[Any, ...]]) -> None:
+    def _everywhere(
+        self, session: Any, site: Any, what: str, fn: Any, arguments: dict[int | None, tuple[Any, ...]]
+    ) -> None:
         with Calls(session, site) as calls:
             for node, mine in arguments.items():
                 if node is not None:
                     calls.add(self._places[node], fn, *mine)
             calls.begin_calls(draws=False)
-            failed = []
-            try:
-                fn(*arguments[None])
-            except Exception as error:
-                failed.append(error)
-            failed += [result for result in calls.outcomes() if isinstance(result, Exception)]
+            with undertakings.mine.during(partial(self._words, what, calls)):
+                failed = []
+                try:
+                    fn(*arguments[None])
+                except Exception as error:
+                    failed.append(error)
+                failed += [result for result in calls.outcomes() if isinstance(result, Exception)]
         if failed:
             raise first_of(failed)
+
+    def _words(self, what: str, calls: Calls) -> str:
+        ended, count = calls.count_ended()
+        return f"{what} the checkpoint {self._folder}: {ended} of {count} nodes have read their parts"
 
     def values(self) -> Iterable[tuple[str, Any]]:
         """Yields the values that are no tensors, unpickled by torch, and the tensors that were read in their place."""

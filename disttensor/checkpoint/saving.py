@@ -25,10 +25,11 @@ from ..futures import Work
 from ..meshes.cut import whole_shape
 from ..proxy.proxy import where_is
 from ..runtime.channel.ticket import Ticket
-from ..runtime.master.failures import line_of
+from ..runtime.master.failures import line_of, short_line
 from ..runtime.master.route import waits
 from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import FileItem, Shard, Written
+from ..runtime.process import undertakings
 from ..runtime.process.gc_pause import no_collection
 from ..runtime.process.signals import wait_in_looks
 from ..runtime.protocol.errors import RanksDiffer
@@ -341,6 +342,14 @@ class _Job:
 
     def end(self) -> None:
         """Writes the script's own part, waits for the nodes, and has all be the checkpoint."""
+        with undertakings.mine.during(self._words, short_line(self.site)):
+            self._end()
+
+    def _words(self) -> str:
+        ended, count = self._calls.count_ended()
+        return f"saving the checkpoint {self.folder.path}: {ended} of {count} nodes have written their parts"
+
+    def _end(self) -> None:
         try:
             own = self._write_own()
             outcomes = self._calls.outcomes()  # of all, even where one has failed

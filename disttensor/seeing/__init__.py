@@ -9,6 +9,8 @@ from .reading import status
 from .status import (
     ActorStatus,
     CompileStatus,
+    CopyStatus,
+    GpuStatus,
     JobStatus,
     LineStatus,
     MeshStatus,
@@ -17,11 +19,14 @@ from .status import (
     ScriptStatus,
     ScriptWait,
     TransferStatus,
+    UndertakingStatus,
 )
 
 __all__ = [
     "ActorStatus",
     "CompileStatus",
+    "CopyStatus",
+    "GpuStatus",
     "JobStatus",
     "LineStatus",
     "MeshStatus",
@@ -30,5 +35,6 @@ __all__ = [
     "ScriptStatus",
     "ScriptWait",
     "TransferStatus",
+    "UndertakingStatus",
     "status",
 ]

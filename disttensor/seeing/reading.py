@@ -20,8 +20,10 @@ from ..runtime.master.connection import Life
 from ..runtime.master.doing import activities, hindrance
 from ..runtime.master.failures import expression, short_line
 from ..runtime.master.node import Node
+from ..runtime.process import undertakings
 from ..runtime.process.page import COLLECTIVE, IDLE, NOBODY, RECEIVE, STREAMS
 from ..runtime.protocol import codec, side
+from ..runtime.protocol.traits import without_stream
 from ..session import current
 from ..session.places import MeshPlace
 from ..session.session import Session
@@ -31,6 +33,8 @@ from .status import (
     OLD,
     ActorStatus,
     CompileStatus,
+    CopyStatus,
+    GpuStatus,
     JobStatus,
     LineStatus,
     MeshStatus,
@@ -39,11 +43,18 @@ from .status import (
     ScriptStatus,
     ScriptWait,
     TransferStatus,
+    UndertakingStatus,
 )
 from .summary import says
 
 #: The most lines of the script, and the most queues, that one status has.
 MOST = 10
+#: The most large transfers.
+COPIES = 20
+#: A transfer of so many bytes has a row of its own.
+LARGE = 16 << 20
+#: Seconds after which a smaller one has, too.
+LONG = 0.5
 #: Seconds that a status waits for nodes by default.
 PATIENCE = 0.5
 
@@ -65,8 +76,9 @@ def status(mesh: Mesh | None = None, *, timeout: float = PATIENCE) -> JobStatus:
     nodes = [session.nodes[rank] for rank in ranks]
     session.link.roll_call.refresh(nodes, seconds_of(timeout) or 0.0)
     with session.link.lock:
-        rows = tuple(_node(session, node) for node in nodes)
+        rows = tuple(read_node(session, node) for node in nodes)
         transfers = tuple(_transfers(session, nodes))
+        copies = tuple(_copies(session, nodes))
         compiles = tuple(_compiles(nodes))
     meshes = tuple(_meshes(session, rows)) if mesh is None else ()
     return JobStatus(
@@ -75,9 +87,10 @@ def status(mesh: Mesh | None = None, *, timeout: float = PATIENCE) -> JobStatus:
         meshes,
         transfers,
         compiles,
-        tuple(_queues(session)),
+        queues_of(session),
         tuple(_actors(session)),
         tuple(_lines(session)),
+        copies,
         () if mesh is None else tuple(mesh._place.where(i) for i in range(len(nodes))),
     )
 
@@ -91,12 +104,25 @@ def _script(session: Session) -> ScriptStatus:
         os.path.basename(sys.argv[0]) or "python",
         socket.gethostname(),
         os.getpid(),
-        tuple(sorted(_waits(session), key=lambda wait: -wait.seconds)),
+        waits_of(session),
         sum(_issued(node) for node in session.nodes),
         _rss(),
         sum(list(transfers.staged.values())),
         len(transfers.arriving),
+        tuple(_undertakings(session)),
     )
+
+
+def _undertakings(session: Session) -> Iterator[UndertakingStatus]:
+    now = session.link.clock.now()
+    for it in undertakings.mine.under_way():
+        line = it.line or short_line(site_of_thread(it.thread) if it.holds else None)
+        yield UndertakingStatus(it.words(), max(0.0, now - it.began), line)
+
+
+def waits_of(session: Session) -> tuple[ScriptWait, ...]:
+    """Returns the waits of the script's threads for nodes, the longest first."""
+    return tuple(sorted(_waits(session), key=lambda wait: -wait.seconds))
 
 
 def _waits(session: Session) -> Iterator[ScriptWait]:
@@ -127,12 +153,16 @@ def _issued(node: Node) -> int:
     return outbox.sent + outbox.waiting + len(outbox.queue) // 2
 
 
-def _node(session: Session, node: Node) -> NodeStatus:
+def read_node(session: Session, node: Node) -> NodeStatus:
+    """Returns the row of a node, as of what is known now. The caller holds the link's lock."""
     at, now = node.connection, session.link.clock.now()
     hello, seen, described = node.said_hello, at.seen, at.described
     state, what, line, seconds, waits_for, note = _doing(node, seen)
     done = max(node.outbox.done, described.done if described is not None else 0)
     held = None if described is None else described.held
+    peaks = [each.peak for each in held or () if each.peak >= 0]
+    gpus = () if described is None else described.gpus
+    behind = 0 if node.life is Life.LOST else max(0, _issued(node) - done)
     return NodeStatus(
         rank=node.rank,
         host="" if hello is None else hello.host,
@@ -144,13 +174,21 @@ def _node(session: Session, node: Node) -> NodeStatus:
         seconds=seconds,
         waits_for=waits_for,
         note=note,
-        behind=0 if node.life is Life.LOST else max(0, _issued(node) - done),
+        behind=behind,
         tensors=None if held is None else sum(each.tensors for each in held),
         bytes=None if held is None else sum(each.bytes for each in held),
         rss=None if seen is None else seen.rss,
         cpu=None if at.cpu is None else _finite(at.cpu),
         age=None if seen is None else now - at.seen_at,
         said=None if described is None else now - at.described_at,
+        oldest=node.outbox.oldest(done, now) if behind else 0.0,
+        peak=sum(peaks) if peaks else None,
+        peak_rss=(seen.peak or None) if seen is not None else None,
+        last_line="" if seen is None else codec.one_line(seen.last_line),
+        gpus=tuple(
+            GpuStatus(codec.one_line(it.device), it.used, it.total, it.busy if 0 <= it.busy <= 1 else None)
+            for it in gpus
+        ),
     )
 
 
@@ -223,6 +261,10 @@ def _mesh(place: MeshPlace, rows: Sequence[NodeStatus]) -> MeshStatus:
         _sum([row.rss for row in rows]),
         None if all(row.cpu is None for row in rows) else sum(row.cpu or 0.0 for row in rows),
         None if None in ages else max(age for age in ages if age is not None),
+        max(row.oldest for row in rows),
+        _sum([row.peak for row in rows]),
+        _sum([row.peak_rss for row in rows]),
+        tuple(gpu for row in rows for gpu in row.gpus),
     )
 
 
@@ -259,6 +301,49 @@ def _transfers(session: Session, nodes: Sequence[Node]) -> Iterator[TransferStat
     yield from (status for _, status in found.values())
 
 
+def _copies(session: Session, nodes: Sequence[Node]) -> Iterator[CopyStatus]:
+    """Yields the large transfers under way, each as the end says that knows how far it has come."""
+    own = (
+        side.LargeMoving(channel.name, channel.use, *each)
+        for channel in list(session.router.data.values())
+        if isinstance(channel, CountedChannel)
+        for each in channel.large()
+    )
+    rows = [(MASTER, each) for each in own]
+    for node in nodes:
+        if node.life is Life.THERE and node.connection.described is not None:
+            rows += [(node.rank, each) for each in node.connection.described.large]
+    found: dict[tuple[int, int, int], side.LargeMoving] = {}
+    for rank, it in rows:
+        if _finite(it.seconds) < LONG and it.bytes < LARGE:
+            continue
+        key = (rank, it.peer, it.transfer) if it.sent else (it.peer, rank, it.transfer)
+        if key not in found or it.passed > found[key].passed:
+            found[key] = it
+    oldest = sorted(found.items(), key=lambda each: -_finite(each[1].seconds))
+    for (source, target, transfer), it in oldest[:COPIES]:
+        passing = _finite(it.passing)
+        done = min(it.passed, it.bytes) if it.passed >= 0 else None
+        rate = done / passing if done and passing > 1e-9 else None
+        left = (it.bytes - (done or 0)) / rate if rate else None
+        line = next(filter(None, (_line_of_transfer(session, each, transfer) for each in (source, target))), "")
+        yield CopyStatus(
+            _process(source), _process(target), codec.one_line(it.channel), codec.one_line(it.use), it.bytes, done,
+            _finite(it.seconds), rate, left, line,
+        )  # fmt: skip
+
+
+def _line_of_transfer(session: Session, rank: int, transfer: int) -> str:
+    """Returns the line that has issued a transfer to a node, while its command is kept; "" for none."""
+    if not 0 <= rank < len(session.nodes):
+        return ""
+    for _, commands in session.nodes[rank].outbox.last_messages():
+        for command, site in commands:
+            if getattr(without_stream(command), "transfer", None) == transfer:
+                return short_line(site)
+    return ""
+
+
 def _process(rank: int) -> str:
     return {MASTER: "script", GROUP: "group"}.get(rank) or f"node {rank}"
 
@@ -270,11 +355,13 @@ def _compiles(nodes: Sequence[Node]) -> Iterator[CompileStatus]:
             yield CompileStatus(node.rank, described.building, _finite(described.building_for))
 
 
-def _queues(session: Session) -> Iterator[QueueStatus]:
+def queues_of(session: Session) -> tuple[QueueStatus, ...]:
+    """Returns the objects that tasks share."""
     held = session.part(SessionObjects)
     names = held.names()
-    for number, kind, figures in held.objects.figures()[:MOST]:
-        yield QueueStatus(kind, names.get(number, ""), *figures)
+    return tuple(
+        QueueStatus(kind, names.get(number, ""), *figures) for number, kind, figures in held.objects.figures()[:MOST]
+    )
 
 
 def _actors(session: Session) -> Iterator[ActorStatus]:

@@ -15,6 +15,8 @@ from ..session.holdings import size
 
 #: The most characters of a cell of the text: one reason of a loss would make all rows too wide.
 WIDE = 90
+#: The most nodes of which the text has the last line.
+SAID = 10
 #: Seconds from which on it is said how old a row is that does not say so by itself.
 OLD = 1.0
 
@@ -31,6 +33,15 @@ class ScriptWait:
 
 
 @dataclass(frozen=True)
+class UndertakingStatus:
+    """Something that the script is at that may take long: a start, an upload, a checkpoint, a map."""
+
+    what: str  #: with how far it has come, such as "starting 8 nodes: 6 ready"
+    seconds: float
+    line: str  #: such as "train.py:12"; "" where no line of the script's is at it
+
+
+@dataclass(frozen=True)
 class ScriptStatus:
     """The script: what it waits for, and what it has under way."""
 
@@ -42,6 +53,17 @@ class ScriptStatus:
     rss: int  #: bytes of memory
     uploads: int  #: bytes of copies for nodes that have not left yet
     fetches: int  #: fetches (``dt.fetch``) that have not arrived yet
+    undertakings: tuple[UndertakingStatus, ...] = ()  #: what it is at, the one that began first comes first
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """A CUDA device of a node's, used by whatever process."""
+
+    device: str
+    used: int  #: bytes of its memory
+    total: int
+    busy: float | None  #: the share of the time in which it ran something, of late; None without pynvml
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,11 @@ class NodeStatus:
     cpu: float | None  #: how many cores it has used since the last status, or since its start
     age: float | None  #: seconds since it was seen; None: it never was
     said: float | None  #: seconds since it said what tensors and transfers it has; None: it never did
+    oldest: float = 0.0  #: seconds since the oldest command behind was sent; 0 where none is
+    peak: int | None = None  #: the most bytes of tensors that it had; None where no peak is counted
+    peak_rss: int | None = None  #: the most bytes of memory that its process had
+    last_line: str = ""  #: the last line of its output
+    gpus: tuple[GpuStatus, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +109,10 @@ class MeshStatus:
     rss: int | None
     cpu: float | None
     age: float | None  #: of the oldest report; None: a node was never seen
+    oldest: float = 0.0  #: of the node whose oldest command behind is oldest
+    peak: int | None = None  #: sums over the nodes
+    peak_rss: int | None = None
+    gpus: tuple[GpuStatus, ...] = ()  #: those of all its nodes
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,22 @@ class TransferStatus:
     begun: int  #: how many there were in all
     bytes: int  #: of all these
     rate: float  #: bytes per second, while at least one was under way
+
+
+@dataclass(frozen=True)
+class CopyStatus:
+    """A large transfer that is under way."""
+
+    source: str  #: as in TransferStatus
+    target: str
+    channel: str
+    use: str
+    bytes: int
+    done: int | None  #: how many have passed; None where the channel doesn't count them
+    seconds: float  #: since it began
+    rate: float | None  #: bytes per second, since the first of them passed
+    left: float | None  #: in how many seconds all will have passed at this rate
+    line: str  #: the line that has issued it, such as "train.py:12"; "" where that isn't known
 
 
 @dataclass(frozen=True)
@@ -150,6 +197,7 @@ class JobStatus:
     queues: tuple[QueueStatus, ...]
     actors: tuple[ActorStatus, ...]
     lines: tuple[LineStatus, ...]  #: those that have waited longest, the costliest first
+    copies: tuple[CopyStatus, ...] = ()  #: those of ``transfers`` that are large or take long, the oldest first
     coordinates: tuple[str, ...] = ()  #: of the nodes, in the mesh whose status this is, such as "dp=1"
 
     def __repr__(self) -> str:
@@ -182,8 +230,11 @@ class JobStatus:
             "script/waiting": len(script.waits),
         }
         for node in self.nodes:
-            for name in ("behind", "tensors", "bytes", "rss", "cpu", "age"):
+            for name in ("behind", "oldest", "tensors", "bytes", "peak", "rss", "peak_rss", "cpu", "age"):
                 found[f"node/{node.rank}/{name}"] = getattr(node, name)
+            for gpu in node.gpus:
+                found[f"node/{node.rank}/{gpu.device}/used"] = gpu.used
+                found[f"node/{node.rank}/{gpu.device}/busy"] = gpu.busy
         return {name: float(value) for name, value in found.items() if value is not None}
 
     # ---- tables ------------------------------------------------------------------------------------------------------
@@ -192,9 +243,18 @@ class JobStatus:
         """Yields (title, head, rows) of each table that has rows."""
         in_meshes = {rank for mesh in self.meshes for rank in mesh.nodes}
         names = self.coordinates or [f"{node.rank}" for node in self.nodes]
-        nodes = [_node(name, it) for name, it in zip(names, self.nodes, strict=True) if it.rank not in in_meshes]
+        rows = [_node(name, it) for name, it in zip(names, self.nodes, strict=True) if it.rank not in in_meshes]
+        has_gpus = any(it.gpus for it in self.nodes)
+        cells = [each if has_gpus else each[: -len(_GPUS)] for each in (*map(_mesh, self.meshes), *rows)]
+        said: list[Sequence[str]] = [
+            (name, it.last_line) for name, it in zip(names, self.nodes, strict=True) if it.last_line
+        ]
         found: list[tuple[str, Sequence[str], list[Sequence[str]]]] = [
-            ("", _NODES, [*map(_mesh, self.meshes), *nodes]),
+            ("", _NODES + _GPUS if has_gpus else _NODES, cells),
+            ("the script is at", _UNDERTAKINGS, [
+                (it.what, _time(it.seconds), it.line) for it in self.script.undertakings
+            ]),
+            ("large transfers", _COPIES, [*map(_copy, self.copies)]),
             ("transfers", _TRANSFERS, [*map(_transfer, self.transfers)]),
             ("compiles", _COMPILES, [(f"{it.node}", f"{it.programs}", _time(it.seconds)) for it in self.compiles]),
             ("queues", _QUEUES, [
@@ -204,11 +264,16 @@ class JobStatus:
             ("costliest waits of the script", _LINES, [
                 (it.line, it.code, f"{it.waits:,}", _time(it.seconds)) for it in self.lines
             ]),
+            ("last lines of output", _SAID, said[:SAID]),
         ]  # fmt: skip
         yield from (each for each in found if each[2])
 
 
-_NODES = ("node", "host", "state", "line", "behind", "cpu", "rss", "tensors", "held", "age")
+_NODES = ("node", "host", "state", "line", "behind", "cpu", "rss", "peak", "tensors", "held", "age")
+_GPUS = ("gpu", "gpu memory")
+_UNDERTAKINGS = ("what", "since", "line")
+_COPIES = ("from", "to", "channel", "for", "done", "of", "since", "rate", "left", "line")
+_SAID = ("node", "line")
 _TRANSFERS = ("from", "to", "channel", "for", "under way", "since", "begun", "in all", "rate")
 _COMPILES = ("node", "programs", "since")
 _QUEUES = ("queue", "items", "taking", "putting")
@@ -216,8 +281,8 @@ _ACTORS = ("actor", "node", "calls")
 _LINES = ("line", "code", "waits", "in all")
 #: Columns whose cells stand at the right.
 _NUMBERS = {
-    "behind", "cpu", "rss", "tensors", "held", "age", "under way", "since", "begun", "in all", "rate", "programs",
-    "items", "taking", "putting", "calls", "waits",
+    "behind", "cpu", "rss", "peak", "tensors", "held", "age", "gpu", "gpu memory", "done", "of", "left", "under way",
+    "since", "begun", "in all", "rate", "programs", "items", "taking", "putting", "calls", "waits",
 }  # fmt: skip
 
 
@@ -244,26 +309,35 @@ def _waits(waits: Sequence[ScriptWait]) -> str:
 
 
 def _mesh(it: MeshStatus) -> Sequence[str]:
-    figures = _figures(it.behind, it.cpu, it.rss, it.tensors, it.bytes, it.age)
-    return it.name, f"{len(it.nodes)} nodes", it.says, "", *figures
+    return it.name, f"{len(it.nodes)} nodes", it.says, "", *_figures(it)
 
 
 def _node(name: str, it: NodeStatus) -> Sequence[str]:
-    figures = _figures(it.behind, it.cpu, it.rss, it.tensors, it.bytes, it.age)
-    return name, it.host, phrase(it), it.line, *figures
+    return name, it.host, phrase(it), it.line, *_figures(it)
 
 
-def _figures(
-    behind: int, cpu: float | None, rss: int | None, tensors: int | None, held: int | None, age: float | None
-) -> Sequence[str]:
+def _figures(it: NodeStatus | MeshStatus) -> Sequence[str]:
+    busy = [gpu.busy for gpu in it.gpus if gpu.busy is not None]
+    used, total = sum(gpu.used for gpu in it.gpus), sum(gpu.total for gpu in it.gpus)
     return (
-        f"{behind:,}",
-        "-" if cpu is None else f"{100 * cpu:.0f}%",
-        "-" if rss is None else size(rss),
-        "-" if tensors is None else f"{tensors:,}",
-        "-" if held is None else size(held),
-        "-" if age is None else f"{age:.1f} s",
+        f"{it.behind:,}" + (f" ({_time(it.oldest)})" if it.oldest >= OLD else ""),
+        _percent(it.cpu),
+        _size(it.rss),
+        _size(it.peak_rss),
+        "-" if it.tensors is None else f"{it.tensors:,}",
+        _size(it.bytes) + ("" if it.peak is None else f" (peak {size(it.peak)})"),
+        "-" if it.age is None else f"{it.age:.1f} s",
+        _percent(sum(busy) / len(busy) if busy else None),
+        f"{size(used)} of {size(total)}" if it.gpus else "-",
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else size(nbytes)
 
 
 def phrase(it: NodeStatus) -> str:
@@ -289,6 +363,13 @@ def _transfer(it: TransferStatus) -> Sequence[str]:
     return (
         it.source, it.target, it.channel, it.use, f"{it.under_way}", _time(it.seconds), f"{it.begun:,}",
         size(it.bytes), rate,
+    )  # fmt: skip
+
+
+def _copy(it: CopyStatus) -> Sequence[str]:
+    return (
+        it.source, it.target, it.channel, it.use, _size(it.done), size(it.bytes), _time(it.seconds),
+        "-" if it.rate is None else f"{size(int(it.rate))}/s", "-" if it.left is None else _time(it.left), it.line,
     )  # fmt: skip
 
 

@@ -21,11 +21,13 @@ from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
+from ..runtime.process import undertakings
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import ChannelError, PoisonedError
 from ..runtime.protocol.transfer_ids import ORDERED
+from . import holdings
 from .channel_router import ChannelRouter
 from .places import NodePlace, Place
 from .waits import Waits
@@ -64,6 +66,15 @@ def _remove_entry(table: dict[int, Any], number: int) -> None:
 
 def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int) -> Arrival:
     return Arrival(channel.irecv(tensor, node, transfer), lambda: tensor)
+
+
+def _words_of_upload(node: int, nbytes: int, transfer: Transfer) -> str:
+    done, seconds = transfer.passed() or (0, 0.0)
+    text = f"uploading to node {node}: {f'{holdings.size(done)} of ' if done else ''}{holdings.size(nbytes)}"
+    if done and seconds > 0:
+        rate = done / seconds
+        text += f", {holdings.size(int(rate))}/s, {(nbytes - done) / rate:.0f} s left"
+    return text
 
 
 class Transfers:
@@ -139,7 +150,8 @@ class Transfers:
         if staged:
             keep_until_done(self.staged, transfer, size, sending)
         elif not non_blocking:
-            self.wait_for_transfer(sending, place.node)
+            with undertakings.mine.during(partial(_words_of_upload, place.node, size, sending)):
+                self.wait_for_transfer(sending, place.node)
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
 

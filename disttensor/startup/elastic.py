@@ -13,6 +13,7 @@ from ..errors.argument_checks import spelled, whole_number
 from ..proxy.meta import new_ref
 from ..runtime.master.failures import line_of
 from ..runtime.master.route import waits
+from ..runtime.process import undertakings
 from ..runtime.protocol.bundle import Bundle
 from ..runtime.protocol.errors import DisttensorError, StartError
 from ..runtime.protocol.keys import curve_pair
@@ -48,6 +49,12 @@ def wait_for_nodes(count: int | None = None, timeout: float | None = None) -> in
     if count is not None and count > _possible(session) and not link.losses.launcher_died:  # that is said below
         raise ValueError(f"{count} nodes: this session can have {_possible(session)}; see init_master_worker(nodes=)")
     link.waiting.pause(0)
+    with undertakings.mine.during(lambda: f"waiting for nodes: {_alive(session)} of {count} are there"):
+        return _wait(session, count, timeout, deadline)
+
+
+def _wait(session: Session, count: int | None, timeout: float | None, deadline: float | None) -> int:
+    link = session.link
     while True:
         there, vacant = _alive(session), 0
         if session.launcher is not None and session.launcher.grows:

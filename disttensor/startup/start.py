@@ -32,6 +32,7 @@ from ..runtime.launch import get_launcher, registry
 from ..runtime.master.failures import line_of
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import NodeWorker
+from ..runtime.process import undertakings
 from ..runtime.process.observing import ScriptSeam
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
@@ -293,6 +294,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
             thread = threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True)
             thread.start()
             session.threads.append(thread)
+    from ..seeing.progress import show_waits  # not before a session: who imports disttensor may want none
+
+    show_waits(session)
     meet(session, range(count), settings.spec.timeout)
     session.begin()
     if settings.blocking:
@@ -413,7 +417,18 @@ def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
 
     Raises StartError.
     """
-    link, missing, progress = session.link, list(ranks), _Progress(session, timeout)
+    missing, progress = list(ranks), _Progress(session, timeout)
+    with undertakings.mine.during(lambda: _words_of_start(len(ranks), len(missing), progress.state)):
+        _meet(session, ranks, missing, progress, timeout)
+
+
+def _words_of_start(count: int, missing: int, state: str) -> str:
+    waits = "; ".join(state.splitlines())
+    return f"starting {count} node{'s'[: count != 1]}: {count - missing} ready" + (waits and f"; {waits}")
+
+
+def _meet(session: Session, ranks: Sequence[int], missing: list[int], progress: _Progress, timeout: float) -> None:
+    link = session.link
     while True:
         # each as it comes: one of another version is refused, however long the others take
         for rank in [rank for rank in missing if link.nodes[rank].said_hello is not None]:
@@ -559,6 +574,7 @@ def _in_child() -> None:
     session = current.current()
     if session is not None:
         session.forked()
+    undertakings.mine.forked()
     atexit.unregister(_at_exit)
 
 

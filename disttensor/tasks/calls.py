@@ -221,6 +221,11 @@ class Calls:
             )
         link.sender.together(commands)
 
+    def count_ended(self) -> tuple[int, int]:
+        """Returns how many of them have ended, and how many there are. Any thread may ask."""
+        requests = list(self._requests)
+        return sum(request.done for request in requests), len(self._calls)
+
     def outcomes(self) -> list[Any]:
         """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost."""
         session, found = self._session, list[Any]()

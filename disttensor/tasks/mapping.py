@@ -11,13 +11,16 @@ from typing import Any, overload
 from ..collectives.groups import new_group
 from ..dispatch.call_site import here
 from ..errors.argument_checks import flag
+from ..runtime.master.failures import short_line
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
+from ..runtime.process import undertakings
 from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.session import Session
 from .announcing import Announcing, announced_by
+from .calls import name_of
 from .signatures import A, B, C, R
 from .submitted import Submitted, submit_on_node
 
@@ -197,13 +200,19 @@ class _Mapping:
     def results(self) -> Iterator[Any]:
         """Yields the results."""
         try:
-            while self._feed():
-                number = self._take_result() if not self._ordered else self._take_result(self._taken)
-                self._taken += 1
-                yield self._done.pop(number)
+            with undertakings.mine.during(self._words, short_line(self._site), holds=False):
+                while self._feed():
+                    number = self._take_result() if not self._ordered else self._take_result(self._taken)
+                    self._taken += 1
+                    yield self._done.pop(number)
         finally:
             for work in [each[0] for each in self._running.values()] + [each[0] for each in self._failed.values()]:
                 work.abandon()
+
+    def _words(self) -> str:
+        ended = self._next - len(self._running) - len(self._again)
+        what = "" if self._all else " so far"
+        return f"map of {name_of(self._fn)}: {ended} of {self._next}{what} done, {len(self._running)} under way"
 
     def _feed(self) -> bool:
         """Begins items while there is room; returns whether any result is to come."""

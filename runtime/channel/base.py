@@ -125,6 +125,11 @@ class Transfer(ABC):
         """Does what ``add_done_callback`` does, for a caller that is not waiting: a channel need not hurry for it."""
         self.add_done_callback(fn)
 
+    def passed(self) -> tuple[int, float] | None:
+        """Returns how many of its bytes have passed, and the seconds since the first of them did; None where the
+        channel doesn't count them, or none has passed yet."""
+        return None
+
 
 class Arrival(Transfer):
     """A receive into memory that the channel chooses."""
@@ -152,6 +157,9 @@ class Arrival(Transfer):
 
     def add_background_callback(self, fn: Callable[[], None]) -> None:
         self._transfer.add_background_callback(fn)
+
+    def passed(self) -> tuple[int, float] | None:
+        return self._transfer.passed()
 
 
 class DataChannel(ABC):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ from .base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
 
 #: The number, in place of a peer's, of collectives that the channel does itself.
 GROUP = -2
+#: The bytes from which on a transfer is known by itself while it is under way, and not only as one more.
+LARGE = 1 << 20
 
 #: Calls, bytes, seconds.
 Figures: TypeAlias = tuple[int, int, float]
@@ -95,6 +97,18 @@ class TransferTally:
             return self.calls, self.bytes, self.seconds + running
 
 
+class LargeUnderWay(NamedTuple):
+    """A large transfer that is under way."""
+
+    peer: int
+    sent: bool  #: or received
+    transfer: int  #: its number
+    bytes: int
+    seconds: float  #: since it began
+    passed: int  #: bytes; -1 where that isn't known
+    passing: float  #: for how many seconds they have
+
+
 class _Tallies(dict[int, TransferTally]):
     """The tallies by peer, made at first use."""
 
@@ -116,6 +130,8 @@ class CountedChannel(DataChannel):
         self._transferred = self._seam.transferred
         self.name, self.capabilities = inner.name, inner.capabilities  # type: ignore[misc]  # in place of the class's
         self._sent, self._received = _Tallies(), _Tallies()
+        #: (peer, sent, number) -> (bytes, when it began, itself), of large transfers under way
+        self._large: dict[tuple[int, bool, int], tuple[int, float, Transfer]] = {}
         self._forgotten: dict[int, str] = {}  #: why peers are lost, for channels that do not keep it
 
     def __repr__(self) -> str:
@@ -130,6 +146,8 @@ class CountedChannel(DataChannel):
             tally = self._sent[peer]
             tally.begin_transfer(tensor.nbytes, start)
             sending.add_background_callback(tally.end_transfer)
+            if tensor.nbytes >= LARGE:
+                self._note_large((peer, True, transfer), tensor.nbytes, start, sending)
         if self._transferred.listeners:
             sending.add_background_callback(self._end_reporter(peer, True, transfer, tensor.nbytes, start))
         return sending
@@ -142,6 +160,8 @@ class CountedChannel(DataChannel):
         receiving.add_background_callback(
             tally.end_transfer
         )  # not ``is_completed``: the channel would take that for a caller that waits
+        if tensor.nbytes >= LARGE:
+            self._note_large((peer, False, transfer), tensor.nbytes, start, receiving)
         if self._transferred.listeners:
             receiving.add_background_callback(self._end_reporter(peer, False, transfer, tensor.nbytes, start))
         return receiving
@@ -149,13 +169,13 @@ class CountedChannel(DataChannel):
     def iarrive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, transfer: int) -> Arrival:
         start = perf_counter()
         arriving = self.inner.iarrive(shape, dtype, peer, transfer)
-        tally = self._received[peer]
-        tally.begin_transfer(math.prod(shape) * dtype.itemsize, start)
+        tally, nbytes = self._received[peer], math.prod(shape) * dtype.itemsize
+        tally.begin_transfer(nbytes, start)
         arriving.add_background_callback(tally.end_transfer)
+        if nbytes >= LARGE:
+            self._note_large((peer, False, transfer), nbytes, start, arriving)
         if self._transferred.listeners:
-            arriving.add_background_callback(
-                self._end_reporter(peer, False, transfer, math.prod(shape) * dtype.itemsize, start)
-            )
+            arriving.add_background_callback(self._end_reporter(peer, False, transfer, nbytes, start))
         return arriving
 
     def collective(
@@ -180,6 +200,14 @@ class CountedChannel(DataChannel):
         if self._transferred.listeners:
             self._end_reporter(GROUP, True, number, sent, start)()
             self._end_reporter(GROUP, False, number, received, start)()
+
+    def _note_large(self, key: tuple[int, bool, int], nbytes: int, start: float, transfer: Transfer) -> None:
+        """Keeps a large transfer until its end."""
+        self._large[key] = nbytes, start, transfer
+        transfer.add_background_callback(partial(self._forget_large, key))
+
+    def _forget_large(self, key: tuple[int, bool, int]) -> None:
+        self._large.pop(key, None)
 
     def _end_reporter(self, peer: int, sent: bool, transfer: int, nbytes: int, start: float) -> Callable[[], None]:
         """Returns what tells observers that a transfer has ended, which began at ``start`` (perf_counter)."""
@@ -211,6 +239,14 @@ class CountedChannel(DataChannel):
             for peer, tally in sorted(dict(tallies).items()):
                 if (found := tally.under_way()) is not None:
                     yield peer, sent, found
+
+    def large(self) -> list[LargeUnderWay]:
+        """Returns the large transfers that are under way, the oldest first."""
+        now, found = perf_counter(), []
+        for (peer, sent, number), (nbytes, start, transfer) in self._large.copy().items():
+            passed, passing = transfer.passed() or (-1, 0.0)
+            found.append(LargeUnderWay(peer, sent, number, nbytes, max(0.0, now - start), min(passed, nbytes), passing))
+        return sorted(found, key=lambda each: -each.seconds)
 
     # ***** as it is *****
 

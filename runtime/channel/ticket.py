@@ -10,6 +10,7 @@ import logging
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 from ..protocol.errors import ChannelError, PoisonedError
 from .base import Transfer
@@ -17,8 +18,20 @@ from .base import Transfer
 _log = logging.getLogger("disttensor.channel")
 
 
+class Passing:
+    """The bytes of a payload that have passed, which one thread counts."""
+
+    __slots__ = ("began", "bytes")
+
+    def __init__(self) -> None:
+        self.began, self.bytes = perf_counter(), 0
+
+
 class Ticket(Transfer):
     """A transfer that ends once, by ``finish`` or by ``fail``; later calls of either change nothing."""
+
+    #: counts the bytes of its payload, while that is on its way, where the channel does
+    passing: Passing | None = None
 
     def __init__(self) -> None:
         self._claim = allocate_lock()  #: taken by the thread that ends the transfer
@@ -76,6 +89,10 @@ class Ticket(Transfer):
             self._drain()
 
     add_background_callback = add_done_callback
+
+    def passed(self) -> tuple[int, float] | None:
+        passing = self.passing
+        return None if passing is None else (passing.bytes, perf_counter() - passing.began)
 
     def __repr__(self) -> str:
         state = "under way" if not self._done else "done" if self._failure is None else f"failed: {self._failure[1]}"

@@ -69,6 +69,8 @@ class Sight:
     stacks: bool = True  #: whether its stacks were asked for
     cpu: float = 0.0  #: seconds for which it has run on cores
     lived: float = 0.0  #: seconds since its start
+    peak: int = 0  #: the most bytes of memory that it had; 0 where that isn't known
+    last_line: str = ""  #: the last line of its output
 
 
 class Launcher(ABC):

@@ -134,17 +134,17 @@ def memory_left(proc: Path = Path("/proc")) -> tuple[int, int]:
     return min((left for _, left in levels), default=0), min((limit for limit, _ in levels), default=0)
 
 
-def resident(proc: Path = Path("/proc")) -> tuple[int, int]:
-    """Returns the bytes that this process has in memory, now and at their peak since ``begin_peak``, or since its
-    start."""
-    status = _status(proc)
+def resident(proc: Path = Path("/proc"), pid: int | str = "self") -> tuple[int, int]:
+    """Returns the bytes that a process, by default this one, has in memory, now and at their peak since ``begin_peak``,
+    or since its start."""
+    status = _status(proc, pid)
     now = status.get("VmRSS", 0)
     return now, max(now, status.get("VmHWM", 0))  # which the kernel brings up to date only now and then
 
 
-def _status(proc: Path) -> dict[str, int]:
+def _status(proc: Path, pid: int | str = "self") -> dict[str, int]:
     with contextlib.suppress(OSError, ValueError):
-        lines = [line.split() for line in (proc / "self/status").read_text().splitlines()]
+        lines = [line.split() for line in (proc / f"{pid}/status").read_text().splitlines()]
         return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
     return {}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from ..process.own_time import Standstill
 from ..protocol.errors import ClosedError
 from .command_queue import CommandQueue
 from .link_state import LinkState
 from .losses import HEARD, Losses
+from .outbox import MARKED
 from .replies import Replies
 from .requests import Requests
 from .sender import Sender
@@ -41,7 +43,10 @@ class IdleFlush:
     It looks at the queues that are awake only, so that a node that the script does not use costs nothing.
     """
 
-    __slots__ = ("_awake", "_losses", "_replies", "_requests", "_sender", "_side", "_state", "_swept", "_thread")
+    __slots__ = (
+        "_awake", "_losses", "_marked", "_replies", "_requests", "_sender", "_side", "_state", "_swept", "_thread",
+        "on_look",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,6 +62,8 @@ class IdleFlush:
         #: the queues that are looked at, with the number of rounds in a row in which nothing was to be done for each
         self._awake: dict[CommandQueue, int] = {}
         self._swept = 0.0  #: when the others were looked at last
+        self._marked = 0.0  #: when it was noted last how much has been sent
+        self.on_look: Callable[[], object] = lambda: None  #: is called in each round, and looks by its own clock
         self._thread = threading.Thread(target=self._run, name="disttensor-flush", daemon=True)
         self._thread.start()
 
@@ -102,7 +109,13 @@ class IdleFlush:
             if not self._requests.is_under_way(cancelled.node, request) or cancelled.look(self._losses.look):
                 del self._side.cancelled[request]
         self._report_standstill(stood)
+        self.on_look()
         return looked
+
+    def _mark(self, queue: CommandQueue, now: float) -> None:
+        """Notes how much its nodes have been sent by now."""
+        for rank in queue.ranks:
+            self._state.nodes[rank].outbox.mark(now)
 
     def _report_standstill(self, seconds: float) -> None:
         if seconds > STILL:
@@ -164,6 +177,11 @@ class IdleFlush:
                 with state.lock:
                     if queue.sleep():
                         del awake[queue]
+                        self._mark(queue, now)
+        if now - self._marked >= MARKED:
+            self._marked = now
+            for queue in awake:
+                self._mark(queue, now)
         if self._losses.launcher is not None and not self._losses.ask_launcher():
             self._losses.give_up_late(HEARD)
         if self._losses.launcher is not None or quiet == 1:

@@ -15,6 +15,10 @@ from .history import KEPT, to_keep
 #: The window: the most commands, and bytes of them, in flight per node. A full one blocks the issuing thread.
 MAX_COMMANDS = 10_000
 MAX_BYTES = 64 << 20
+#: The least seconds between two marks of how many commands had been sent by then.
+MARKED = 0.1
+#: The least share of the time since the oldest mark that lies between two: so they stay few.
+SHARE = 0.01
 #: A number that takes as many bytes as any: a piece fits a message whatever its number will be.
 LONGEST = 1 << 62
 #: The bytes of a message that is made of several pieces.
@@ -33,6 +37,7 @@ class Outbox(CommandQueue):
     __slots__ = (
         "_flight",
         "_flight_bytes",
+        "_marks",
         "_past",
         "done",
         "first",
@@ -60,6 +65,7 @@ class Outbox(CommandQueue):
         self.done = self.sent  #: commands that are done: those that it has reported, and all of former connections
         self._flight: deque[_Record] = deque()  #: messages in flight
         self._flight_bytes = 0
+        self._marks: deque[tuple[float, int]] = deque()  #: times, and how many commands had been sent by then
         self._past: deque[_Record] = deque()  #: those before them, while they have some of the last KEPT commands
 
     def resume(self, known: Sequence[c.Command]) -> None:
@@ -128,6 +134,21 @@ class Outbox(CommandQueue):
         forgotten = self.sent - KEPT
         while past and past[0][0] <= forgotten:
             past.popleft()
+
+    def mark(self, now: float) -> None:
+        """Notes how many commands have been sent by now, for ``oldest``. To be called when some may have been."""
+        marks = self._marks
+        while marks and marks[0][1] <= self.done:
+            marks.popleft()
+        sent = marks[-1][1] if marks else self.done
+        if self.sent > sent and (not marks or now - marks[-1][0] >= max(MARKED, SHARE * (now - marks[0][0]))):
+            marks.append((now, self.sent))
+
+    def oldest(self, done: int, now: float) -> float:
+        """Returns how long ago the oldest command was sent that is not done, ``done`` being those that are; 0 where all
+        are, or that is not known yet. It may be more by a tenth of a second, or by a hundredth of the time since the
+        oldest mark."""
+        return next((now - at for at, sent in list(self._marks) if sent > done), 0.0)
 
     @property
     def left(self) -> bool:

@@ -43,7 +43,7 @@ class RollCall:
         clock = self._state.clock
         asked = clock.now()
         again = asked + AGAIN
-        self._ask(nodes)
+        self.ask(nodes)
         poller = select.poll()
         if self._side.hub is not None:
             poller.register(self._side.hub.fileno(), select.POLLIN)
@@ -72,13 +72,15 @@ class RollCall:
         return node.life is Life.THERE and self._side.hub is not None and at.described_at < asked and not stands_still
 
     @uninterrupted
-    def _ask(self, nodes: Collection[Node]) -> None:
+    def ask(self, nodes: Collection[Node]) -> None:
+        """Asks nodes how they are, and takes what they have said; does not wait."""
         with self._state.lock:
             if not self._state.closed and not self._state.is_forked:
                 for node in nodes:
                     if node.life is Life.THERE:
                         self._losses.glance(node)
                         self._side.describe(node)
+                self._side.send_untold(nodes)
 
     @uninterrupted
     def _take_descriptions(self, nodes: Collection[Node]) -> None:

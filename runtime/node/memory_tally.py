@@ -43,6 +43,11 @@ class MemoryTally:
         self.reset_peaks()
         self.reset_sums()
 
+    @property
+    def peak(self) -> int:
+        """The most bytes so far, as of the last look. Any thread may ask."""
+        return self._bytes.peak
+
     def reset_peaks(self) -> None:
         """Has the peaks begin anew."""
         self._bytes.peak = self._bytes.current + self._leaving()

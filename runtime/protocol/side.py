@@ -92,6 +92,7 @@ class DeviceTensors(Message, frozen=True):
     device: str
     tensors: int
     bytes: int  #: of their memory, counted once where they share it
+    peak: int = -1  #: the most that they were, since a peak is counted; -1 where none is
 
 
 class Moving(Message, frozen=True):
@@ -108,6 +109,29 @@ class Moving(Message, frozen=True):
     seconds: float  #: in which at least one was under way
 
 
+class LargeMoving(Message, frozen=True):
+    """A large transfer that is under way."""
+
+    channel: str
+    use: str  #: "transfers" or "collectives"
+    peer: int
+    sent: bool  #: or received
+    transfer: int  #: its number
+    bytes: int
+    seconds: float  #: since it began
+    passed: int  #: bytes; -1 where the channel doesn't count them
+    passing: float  #: for how many seconds they have
+
+
+class GpuUse(Message, frozen=True):
+    """The use of a CUDA device of a node's, by whatever process."""
+
+    device: str
+    used: int  #: bytes of its memory
+    total: int
+    busy: float  #: the share of the time in which it ran something, of late; -1 where that isn't known
+
+
 class Described(Message, frozen=True, tag=2):
     """A node's description of itself, with what is under way there: the answer to a Describe."""
 
@@ -117,6 +141,8 @@ class Described(Message, frozen=True, tag=2):
     moving: tuple[Moving, ...]
     building: int  #: how many programs are compiled, or wait for that
     building_for: float  #: for how many seconds the one that is compiled has been
+    large: tuple[LargeMoving, ...] = ()
+    gpus: tuple[GpuUse, ...] = ()
 
 
 #: What a node says.

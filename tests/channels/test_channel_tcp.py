@@ -8,22 +8,29 @@ import signal
 import socket
 import threading
 import warnings
+from typing import Any
 
 import channel_kit
 import leaks
 import psutil
 import pytest
 import torch
+from limits import HANG
 
 from disttensor.runtime.channel import ChannelContext, PeerInfo, Transfer
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.pool import WarmPool
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.frames import EAGER
+from disttensor.runtime.channel.tcp.inbound import PIECE, Inbound
 from disttensor.runtime.channel.tcp.peer import Limits
+from disttensor.runtime.channel.tcp.sender import FrameSender
+from disttensor.runtime.channel.ticket import Passing, Ticket
 from disttensor.runtime.protocol.errors import BrokenError, ClosedError
 
 KEY = b"k" * 32
+#: A payload of so many bytes is counted while it passes.
+LARGE = 2 * PIECE + 9
 
 
 def channel(rank: int, protection: Protection = Protection(), **limits: float) -> TcpChannel:  # noqa: B008 - frozen
@@ -346,3 +353,66 @@ def test_several_interfaces() -> None:
     assert y.tolist() == x.tolist()
     for channel in (several, one):
         channel.close()
+
+
+class Wire:
+    """A socket that takes and gives all at once, and notes how much of the payload has passed before each call."""
+
+    def __init__(self, passing: Ticket | Passing | None) -> None:
+        self.passing, self.passed = passing, list[int | None]()
+
+    def _note(self) -> None:
+        it = self.passing
+        figures = it.passed() if isinstance(it, Ticket) else it and (it.bytes, 0.0)
+        self.passed.append(None if figures is None else figures[0])
+
+    def sendmsg(self, parts: tuple[bytes, memoryview]) -> int:
+        self._note()
+        return len(parts[0]) + len(parts[1]) - 1
+
+    def sendall(self, piece: memoryview) -> None:
+        self._note()
+
+    def recv_into(self, view: memoryview, nbytes: int, flags: int) -> int:
+        self._note()
+        return len(view)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "passed"),
+    [(LARGE, [0, PIECE - 1, 2 * PIECE - 1]), (2 * PIECE, [0, PIECE - 1, 2 * PIECE - 1]), (PIECE, [None, None])],
+)
+def test_a_large_payload_is_counted_while_it_is_written(nbytes: int, passed: list[int | None]) -> None:
+    ticket = Ticket()
+    wire: Any = Wire(ticket)
+    FrameSender._send_counted(wire, b"header", memoryview(bytearray(nbytes)), ticket)
+    assert wire.passed == passed
+
+
+@pytest.mark.parametrize(("counted", "passed"), [(True, [0, PIECE, 2 * PIECE]), (False, [None])])
+def test_a_large_payload_is_counted_while_it_is_read(counted: bool, passed: list[int | None]) -> None:
+    passing = Passing() if counted else None
+    wire: Any = Wire(passing)
+    inbound = Inbound(wire)
+    inbound.passing = passing
+    inbound.read_into(memoryview(bytearray(LARGE)))
+    assert wire.passed == passed
+    assert passing is None or passing.bytes == LARGE
+
+
+@pytest.mark.parametrize("protection", [Protection(), Protection(encrypt=True)], ids=["clear", "sealed"])
+def test_a_receive_knows_how_much_has_passed(protection: Protection) -> None:
+    if protection.encrypt:
+        pytest.importorskip("cryptography")
+    ends = connected(2, protection)
+    try:
+        receiving = ends[1].irecv(torch.empty(LARGE, dtype=torch.uint8), -1, 1)
+        assert receiving.passed() is None
+        ends[0].isend(torch.ones(LARGE, dtype=torch.uint8), 0, 1)
+        receiving.wait(HANG)
+        passed, seconds = receiving.passed() or (0, 0.0)
+        assert passed >= LARGE  # with what encryption adds
+        assert seconds > 0
+    finally:
+        for end in ends:
+            end.close()

@@ -12,13 +12,14 @@ from disttensor.runtime.launch.output.printer import Printer
 
 
 class Screen:
-    """A terminal of 40 columns and 8 rows, and what is on it."""
+    """A terminal of 8 rows, and what is on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 40) -> None:
         self.printers: list[Printer] = []
         self._ours, self.fd = pty.openpty()
-        termios.tcsetwinsize(self.fd, (8, 40))
-        self.screen = pyte.HistoryScreen(40, 8, history=100)
+        termios.tcsetwinsize(self.fd, (8, columns))
+        self.columns = columns
+        self.screen = pyte.HistoryScreen(columns, 8, history=100)
         self._stream = pyte.ByteStream(self.screen)
 
     def script(self, text: str) -> None:
@@ -34,7 +35,7 @@ class Screen:
                 self._stream.feed(os.read(self._ours, 1 << 16))
         except BlockingIOError:
             pass
-        above = ["".join(row[x].data for x in range(40)).rstrip() for row in self.screen.history.top]
+        above = ["".join(row[x].data for x in range(self.columns)).rstrip() for row in self.screen.history.top]
         lines = [*above, *(line.rstrip() for line in self.screen.display)]
         while lines and not lines[-1]:
             lines.pop()

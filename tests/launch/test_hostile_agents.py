@@ -172,10 +172,11 @@ def test_an_agent_may_answer_each_look(tmp_path: Path) -> None:
         launcher.look(0)
         assert [good.hears(Look) for _ in range(2)] == [Look(0, False), Look(0, True)]
         good.wire.send_message(Seen(0, "R", stacks=False, cpu=2.0, lived=5.0))
-        good.wire.send_message(Seen(0, "S", stack="a stack"))
+        good.wire.send_message(Seen(0, "S", stack="a stack", last_line="\x1b[2Jepoch\r3"))
         first, second = collect(launcher, 2)
         assert (first.state, first.stacks, first.cpu, first.lived) == ("R", False, 2.0, 5.0)
         assert (second.state, second.stacks, second.stack) == ("S", True, "a stack")
+        assert second.last_line == "epoch\ufffd3"
         good.wire.send_message(Seen(0, "R"))
         [event] = collect(launcher, 1)
         assert isinstance(event, Exited)

@@ -112,6 +112,22 @@ def test_nodes_that_have_nothing_to_do() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_the_last_line_and_the_peaks_of_a_node() -> None:
+    dt.run(print, "epoch 3", node=1)
+    it = node(1, lambda it: it.last_line != "")
+    assert it.last_line == "epoch 3"
+    assert it.peak_rss is not None
+    assert it.rss is not None
+    assert it.peak_rss >= it.rss
+    assert re.search(r"^last lines of output\nnode  line\n(0 .*\n)?1     epoch 3$", repr(dt.seeing.status()), re.M)
+    torch.node.reset_peak_memory_stats("node:1")
+    held = torch.ones(1 << 18, device="node:1")
+    it = node(1, lambda it: it.peak is not None and it.peak >= 1 << 20)
+    del held
+    assert dt.seeing.status().scalars()["node/1/peak"] == it.peak
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_stopped_node_has_a_row() -> None:
     pid = dt.nodes()[1].pid
     testing.stop(1)
@@ -189,4 +205,11 @@ def test_transfers_under_way_are_told_once_by_their_sender(tmp_path: Path) -> No
         (it,) = (it for it in status.transfers if it.target == "node 1" and it.source == "node 0")
         assert (it.use, it.under_way) == ("transfers", 1)
         assert it.bytes >= x.nbytes
+        (large,) = status.copies
+        assert (large.source, large.target, large.channel, large.bytes) == ("node 0", "node 1", "tcp", x.nbytes)
+        assert large.line == line(test_transfers_under_way_are_told_once_by_their_sender, 5)
+        assert large.done is None or 0 <= large.done < x.nbytes
+        assert re.search(
+            rf"^large transfers\n.*\nnode 0  node 1  tcp .* {re.escape(large.line)} *$", repr(status), re.M
+        )
     assert moved.sum().item() == 8 << 20

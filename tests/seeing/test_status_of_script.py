@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from limits import HANG
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.seeing import JobStatus, LineStatus, NodeStatus
+from disttensor.seeing import CopyStatus, GpuStatus, JobStatus, LineStatus, NodeStatus
 from disttensor.seeing.status import phrase
 from disttensor.seeing.summary import says
 
@@ -162,6 +163,8 @@ def test_nodes_that_are_threads_have_rows_of_what_the_script_knows(gate: Gate) -
     it = dt.seeing.status().nodes[3]
     assert it.state == "unseen"
     assert it.behind >= 2
+    await_status(lambda status: status.nodes[3].oldest > 0)
+    assert all(it.oldest == 0 for it in dt.seeing.status().nodes if not it.behind)
     gate.open()
     held.result()
     assert x.sum().item() == 4
@@ -189,6 +192,23 @@ def test_a_lost_node_has_a_row() -> None:
     assert status.scalars()["nodes/lost"] == 1
     assert status.meshes[0].says.startswith("dp=1 lost: killed by disttensor.kill, at ")
     assert [it.state for it in dt.seeing.status(mesh).nodes] == ["idle", "lost", "idle", "idle"]
+
+
+@pytest.mark.usefixtures("session")
+def test_what_the_script_is_at(gate: Gate) -> None:
+    results = dt.map(os.read, [gate.inner] * 3, [1] * 3, nodes=[0])
+    gate.open()
+    assert next(results) == b"x"
+    (it,) = dt.seeing.status().script.undertakings
+    assert (it.what, it.line) == (
+        "map of read: 1 of 2 so far done, 1 under way",
+        f"{HERE}:{test_what_the_script_is_at.__code__.co_firstlineno + 2}",
+    )
+    assert "the script is at\n" in repr(dt.seeing.status())
+    gate.open()
+    gate.open()
+    assert list(results) == [b"x", b"x"]
+    assert dt.seeing.status().script.undertakings == ()
 
 
 def test_without_a_session() -> None:
@@ -219,6 +239,28 @@ WAITING = replace(IDLE, state="waiting", what="all_reduce", waits_for=1)
 )  # fmt: skip
 def test_what_a_node_is_at_in_words(row: NodeStatus, expected: str) -> None:
     assert phrase(row) == expected
+
+
+GPU = GpuStatus("cuda:0", 61 << 30, 80 << 30, 0.97)
+
+
+@pytest.mark.usefixtures("session")
+def test_the_columns_of_a_node() -> None:
+    status = dt.seeing.status()
+    row = replace(
+        RUNNING, behind=1204, oldest=3.0, tensors=4, bytes=1 << 20, peak=2 << 20, rss=5 << 20, peak_rss=6 << 20, cpu=0.5
+    )
+    shown = repr(replace(status, nodes=(row, *status.nodes[1:])))
+    head = r"node +host +state +line +behind +cpu +rss +peak +tensors +held +age\n"
+    line = r"0 +a +running step\(\) +train.py:33 +1,204 \(3\.0 s\) +50% +5.00 MiB +6.00 MiB +4 "
+    line += r"+1.00 MiB \(peak 2.00 MiB\) +0\.0 s\n"
+    assert re.search(head + line, shown), shown
+    shown = repr(replace(status, nodes=(replace(row, gpus=(GPU,)), *status.nodes[1:])))
+    assert re.search(r" age +gpu +gpu memory\n.* 0\.0 s +97% +61.00 GiB of 80.00 GiB\n", shown), shown
+    copy = CopyStatus("script", "node 0", "tcp", "transfers", 8 << 30, 3 << 30, 2.5, 1.0 * (1 << 30), 5.0, "train.py:9")
+    shown = repr(replace(status, copies=(copy, replace(copy, done=None, rate=None, left=None, line=""))))
+    figures = r"script +node 0 +tcp +transfers +3.00 GiB +8.00 GiB +2\.5 s +1.00 GiB/s +5\.0 s +train\.py:9 *\n"
+    assert re.search(figures + r"script +node 0 +tcp +transfers +- +8.00 GiB +2\.5 s +- +- *\n", shown + "\n"), shown
 
 
 def summed(*rows: NodeStatus) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from limits import HANG
 from node_kit import ALL, Node
 from virtual_time import VirtualClock
 
 from disttensor.runtime.channel import counted
-from disttensor.runtime.channel.counted import CountedChannel
+from disttensor.runtime.channel.counted import LARGE, CountedChannel
+from disttensor.runtime.node import gpu_use
 from disttensor.runtime.node.description import REST, Description
+from disttensor.runtime.node.memory_tally import MemoryTally
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol import side
 
@@ -79,3 +82,42 @@ def test_programs_that_are_compiled_are_told(node: Node, monkeypatch: pytest.Mon
     monkeypatch.setattr(type(node.executor.graphs), "building", (2, 41.0))
     said = of(node, VirtualClock()).answer(1)
     assert (said.building, said.building_for) == (2, 41.0)
+
+
+def test_large_transfers_are_told_each_by_itself(node: Node) -> None:
+    (channel,) = node.executor.channels.data.values()
+    assert isinstance(channel, CountedChannel)
+    description = of(node, VirtualClock())
+    target = torch.empty(LARGE, dtype=torch.uint8)
+    receiving = channel.irecv(target, -1, 6)
+    small = channel.irecv(target[1:], -1, 5)
+    it, _ = description.answer(1).large  # the kit's node has one channel for both uses
+    assert (it.peer, it.sent, it.transfer, it.bytes, it.passed) == (-1, False, 6, LARGE, -1)
+    node.master.isend(torch.ones_like(target), 0, 6)
+    receiving.wait(HANG)
+    assert description.answer(2).large == ()
+    node.master.isend(target[1:], 0, 5)
+    small.wait(HANG)
+
+
+def test_a_peak_is_told_where_one_is_counted(node: Node) -> None:
+    clock, store = VirtualClock(), node.executor.store
+    assert [it.peak for it in of(node, clock).answer(1).held] == [-1]
+    store.tally = MemoryTally(store)
+    node.do(c.Call(1, 3, (2.0,)))
+    node.do(c.Free(1, (0,)))
+    (it,) = of(node, clock).answer(2).held
+    assert (it.bytes, it.peak) == (32, 48)
+
+
+@pytest.mark.parametrize("has_pynvml", [True, False])
+def test_gpus_are_told(node: Node, monkeypatch: pytest.MonkeyPatch, has_pynvml: bool) -> None:
+    def utilization(device: int) -> int:
+        if not has_pynvml:
+            raise ModuleNotFoundError("pynvml does not seem to be installed")
+        return 97
+
+    monkeypatch.setattr(gpu_use, "in_use", lambda: [1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    assert of(node, VirtualClock()).answer(1).gpus == (side.GpuUse("cuda:1", 70, 100, 0.97 if has_pynvml else -1.0),)

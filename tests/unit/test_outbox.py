@@ -251,6 +251,34 @@ def test_sites_live_as_long_as_their_commands_are_in_flight() -> None:
     assert box.site(99) is None
 
 
+def test_how_long_ago_the_oldest_command_was_sent_that_is_not_done() -> None:
+    box = Outbox(0)
+    box.mark(5.0)
+    assert box.oldest(0, 9.0) == 0.0
+    for n, now in enumerate((10.0, 10.01, 20.0, 30.0)):
+        box.add(call(n))
+        take(box)
+        box.mark(now)
+    assert [box.oldest(done, 40.0) for done in range(5)] == [30.0, 20.0, 20.0, 10.0, 0.0]
+    box.acknowledge(3)
+    box.mark(41.0)
+    assert box.oldest(3, 41.0) == 11.0
+    box.acknowledge(4)
+    box.mark(42.0)
+    assert box.oldest(4, 42.0) == 0.0
+
+
+def test_marks_stay_few() -> None:
+    box = Outbox(0)
+    for n in range(9_000):
+        box.add(call(n))
+        take(box)
+        box.mark(n * 1.0)
+    assert len(box._marks) < 1_000
+    assert box.oldest(0, 9_000.0) == 9_000.0
+    assert 10 <= box.oldest(8_900, 9_000.0) <= 100
+
+
 def test_a_lost_node_queues_nothing_and_every_add_looks() -> None:
     box = Outbox(0)
     box.add(call(0))

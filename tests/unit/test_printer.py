@@ -205,6 +205,19 @@ def test_tails() -> None:
     assert one.lines() == tuple(f"line {i}" for i in range(10, 30))
 
 
+def test_the_last_line_of_a_tail_is_read_without_an_end_to_it() -> None:
+    tail = Tail()
+    assert tail.last() == ""
+    tail.add(1, b"\x1b[31mepoch 3\x1b[0m\n\n")
+    assert tail.last() == "epoch 3"
+    tail.add(2, b"10%\r20%")
+    assert tail.last() == "20%"
+    tail.add(2, b"\r30%\n")
+    tail.add(2, b"disttensor: a remark\n")
+    assert tail.last() == "30%"
+    assert tail.lines() == ("epoch 3", "", "30%", "disttensor: a remark")
+
+
 def test_tails_do_nothing_to_a_terminal() -> None:
     tail = Tail()
     tail.add(2, b"\x1b]0;t\x07a\x07b\xc2\x9b2J\xe2\x80\xaec\td\n")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 
+from ..ticket import Passing
+
 #: The buffer's size: a small frame and its payload come with one system call; of a large payload at most this much is
 #: copied once more.
 _BUFFER = 16 << 10
+#: The bytes after which those of a payload that is counted are counted again.
+PIECE = 4 << 20
 
 
 class Inbound:
@@ -16,6 +20,7 @@ class Inbound:
         self._sock = sock
         self._data = bytearray(_BUFFER)
         self._view = memoryview(self._data)
+        self.passing: Passing | None = None  #: counts the payload that is read now
         self._start = self._end = 0  #: bytes that were read and not yet taken are _data[_start:_end]
 
     def next_bytes(self, n: int) -> bytes:
@@ -39,17 +44,22 @@ class Inbound:
 
     def read_into(self, out: memoryview) -> None:
         """Fills ``out`` with the next bytes."""
-        total = len(out)
+        total, passing = len(out), self.passing
+        most = total if passing is None else PIECE
         done = min(self._end - self._start, total)
         if done:
             out[:done] = self._view[self._start : self._start + done]
             self._start += done
+            if passing is not None:
+                passing.bytes += done
         while done < total:
             # With MSG_WAITALL one call normally fills the rest, without the interpreter in between.
-            got = self._sock.recv_into(out[done:] if done else out, 0, socket.MSG_WAITALL)
+            got = self._sock.recv_into(out[done : done + most], 0, socket.MSG_WAITALL)
             if not got:
                 raise EOFError(f"the connection ended after {done} of {total} bytes of the payload")
             done += got
+            if passing is not None:
+                passing.bytes += got
 
     def skip(self, n: int) -> None:
         """Drops the next ``n`` bytes."""

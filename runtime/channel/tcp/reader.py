@@ -24,7 +24,7 @@ from ...protocol.errors import NO_MEMORY, BrokenError, ChannelError, ProtocolErr
 from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, MissedError, Parcel
 from ..payload import byte_view, describe, scratch, store
-from ..ticket import Ticket, poisoned
+from ..ticket import Passing, Ticket, poisoned
 from .frames import (
     BYE,
     CARRIED,
@@ -41,7 +41,7 @@ from .frames import (
     Opener,
     nbytes_of,
 )  # fmt: skip
-from .inbound import Inbound
+from .inbound import PIECE, Inbound
 from .kept import TcpConnection
 from .shield import CHECKSUM, SUM, Shield, checksum
 
@@ -365,10 +365,8 @@ class PeerReader:
             if parcel is not None:
                 parcel.fill(view)
                 whole = self._is_whole(arrived)
-            elif self._shield is None:
-                self._inbound.read_into(view)
             else:
-                whole = self._shield.read(self._opener.last, view, self._inbound)
+                whole = self._read_into(view, ticket)
         except BaseException as error:
             # The rest of the payload cannot be told from frames any more, so the connection is over.
             peer.unclaim()
@@ -396,6 +394,19 @@ class PeerReader:
                 ticket.fail(BrokenError, f"{what} arrived, but rank {peer.me} cannot store it: {error}")
                 return
         ticket.finish()
+
+    def _read_into(self, view: memoryview, ticket: ReceiveTicket) -> bool:
+        """Reads a payload, and counts a large one on its way; returns whether it is as it was sent."""
+        inbound = self._inbound
+        if len(view) > PIECE:
+            inbound.passing = ticket.passing = Passing()
+        try:
+            if self._shield is not None:
+                return self._shield.read(self._opener.last, view, inbound)
+            inbound.read_into(view)
+            return True
+        finally:
+            inbound.passing = None
 
     def _make(self, entry: Receive, what: str) -> torch.Tensor | None:
         """Makes memory for data whose receive has none. None, and the transfer has failed, if no memory can be had."""

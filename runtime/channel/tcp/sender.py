@@ -22,8 +22,9 @@ from ...protocol.errors import BrokenError, ChannelError
 from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, FullError
 from ..payload import byte_view, plain
-from ..ticket import Ticket
+from ..ticket import Passing, Ticket
 from .frames import BYE, CARRIED, COUNTED, DATA, EAGER, RECEIPT, Frame, Sealer
+from .inbound import PIECE
 from .kept import Kept, Out, TcpConnection
 from .shield import CHECKSUM, ENCRYPT, Shield, checksum
 
@@ -291,17 +292,28 @@ class FrameSender:
                 sock.sendall(header, socket.MSG_MORE)
                 shield.send(number, payload, sock)
             else:
-                sent = sock.sendmsg((header, payload))
-                if sent < len(header):
-                    sock.sendall(header[sent:])
-                    sent = len(header)
-                rest = payload[sent - len(header) :]
-                if rest:  # sending nothing would still fail if the peer has read it all and closed
-                    sock.sendall(rest)
+                self._send_counted(sock, header, payload, out.ticket)
         except OSError as error:
             self._peer.lose(connection, error)
             return False
         return True
+
+    @staticmethod
+    def _send_counted(sock: socket.socket, header: bytes, payload: memoryview, ticket: Ticket) -> None:
+        """Sends a header and its payload, and counts a large one on its way."""
+        passing = Passing() if len(payload) > PIECE else None
+        ticket.passing = passing
+        sent = sock.sendmsg((header, payload if passing is None else payload[:PIECE]))
+        if sent < len(header):
+            sock.sendall(header[sent:])
+            sent = len(header)
+        done = sent - len(header)
+        while done < len(payload):  # sending nothing would still fail if the peer has read it all and closed
+            if passing is not None:
+                passing.bytes = done
+            piece = payload[done:] if passing is None else payload[done : done + PIECE]
+            sock.sendall(piece)
+            done += len(piece)
 
     def _what(self, out: Out, why: str) -> str:
         number = spoken(out.frame.transfer)

@@ -101,6 +101,12 @@ class Tail:
                 self._append(rest)
         return tuple(self._lines)
 
+    def last(self) -> str:
+        """Returns the last line that is neither empty nor disttensor's own, an unfinished one too: it goes on."""
+        unfinished = (shown_in_tail(rest) for rest in reversed(self._rests.values()))
+        lines = (*unfinished, *reversed(self._lines))
+        return next((text for text in lines if text and not text.startswith("disttensor: ")), "")
+
     def _append(self, line: bytes) -> None:
         text = shown_in_tail(line)
         if not _OURS.match(text):

@@ -56,7 +56,7 @@ class Printer:
         self._coloured: dict[int, bool] = {}
         forced = environment.get("FORCE_COLOR", "") not in ("", "0")
         for stream, fd in zip(STREAMS, fds, strict=True):
-            terminal = _is_terminal(fd, environment)
+            terminal = is_terminal(fd, environment)
             self._sinks[stream] = Terminal(fd) if terminal else OutputFd(fd)
             self._coloured[stream] = forced or (terminal and not environment.get("NO_COLOR"))
         self._set(output)
@@ -251,7 +251,7 @@ def spans(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, span)) for span in out)
 
 
-def _is_terminal(fd: int, environment: Mapping[str, str]) -> bool:
+def is_terminal(fd: int, environment: Mapping[str, str]) -> bool:
     """Returns whether ``fd`` is a terminal that moves a cursor as it is told.
 
     Notebooks (``!dtrun``), builders of software and containers also give terminals to what they run, and show

@@ -100,7 +100,8 @@ def check_news(
             if len(news.state) != 1 or not news.state.isascii() or not news.state.isprintable():
                 raise ProtocolError(f"the state {news.state[:100]!a} of a process")
             lines = news.stack[:STACK].splitlines()
-            return msgspec.structs.replace(news, stack="\n".join(plain(line, TAIL_WIDTH) for line in lines))
+            stack, last = "\n".join(plain(line, TAIL_WIDTH) for line in lines), plain(news.last_line, TAIL_WIDTH)
+            return msgspec.structs.replace(news, stack=stack, last_line=last)
         case LaunchFailed():
             return LaunchFailed(plain(news.why, REASON), _tail(news.tail))
         case Ready() if branch.ready:

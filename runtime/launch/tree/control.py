@@ -190,6 +190,8 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     stacks: bool = True  #: whether its stacks were asked for
     cpu: float = 0.0  #: seconds for which it has run on cores
     lived: float = 0.0  #: seconds since its start
+    peak: int = 0  #: the most bytes of memory that it had
+    last_line: str = ""  #: the last line of its output
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

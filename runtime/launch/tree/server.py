@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...host import descriptors
-from ...host.memory_limit import MemoryKills
+from ...host.memory_limit import MemoryKills, resident
 from ...host.output_options import Output
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children, process_stat
 from ...process.page import Page
@@ -118,15 +118,17 @@ class ForkedWorker:
     def seen(self, stacks: bool) -> Seen:
         """Returns the sight of it from outside; with the ``stacks`` that it has written, where they were asked for."""
         seq, kind, peer, seconds, deaf = self.page.read()
-        state, rss, cpu, lived = "?", 0, 0.0, 0.0
+        state, rss, cpu, lived, peak = "?", 0, 0.0, 0.0, 0
         with contextlib.suppress(OSError):
             fields = process_stat(self.pid)
             state, rss = fields[0], int(fields[21]) * resource.getpagesize()
             cpu = (int(fields[11]) + int(fields[12])) / _TICKS
             lived = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _TICKS)
+            peak = max(rss, resident(pid=self.pid)[1])
         return Seen(
             self.rank, state, self.page.paused, seq, kind, peer, seconds, deaf, rss,
             self.stack.decode(errors="replace")[:MAX_STACK] if stacks else "", self.page.beside, stacks, cpu, lived,
+            peak, self.tail.last(),
         )  # fmt: skip
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
