@@ -1,4 +1,4 @@
-"""Runs dtrun's first word: a script, or one of the commands by which agents are started.
+"""Runs dtrun's first word: a script, a command for jobs that run already, or one by which agents are started.
 
 An agent starts without dtrun's options, and so without their imports.
 """
@@ -15,6 +15,8 @@ _COMMANDS = {
     "worker": "disttensor.runtime.launch.rendezvous.worker_cli",
     "ray-agent": "disttensor.runtime.launch.starters.ray_agent",
 }
+#: Those for jobs that run already (jobs.py). A script of such a name is written ./ps.
+_JOBS = {"ps", "status", "top", "stack", "logs", "kill"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,4 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
         return int(import_module(_COMMANDS[arguments[0]]).main(arguments[1:]))
+    if arguments and arguments[0] in _JOBS:
+        jobs = import_module("disttensor.cli.jobs")
+        if taken := jobs.taken_by(arguments[0]):
+            print(f"dtrun: error: {taken}", file=sys.stderr)
+            return 2
+        return int(jobs.main(arguments))
     return int(import_module("disttensor.cli.main").main(arguments))

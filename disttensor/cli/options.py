@@ -26,6 +26,14 @@ examples:
   srun -n 5 dtrun train.py                   a master and four nodes, started by Slurm
   mpiexec -n 5 dtrun train.py                a master and four nodes, started by MPI's mpiexec
 
+jobs that run already, on this host (dtrun ps --help, ...):
+  dtrun ps                                   list them
+  dtrun status [JOB] [--json]                what the script and each node are at
+  dtrun top [JOB]                            the same, redrawn
+  dtrun stack [JOB] [-n 1,3] [--native]      the stacks of their threads
+  dtrun logs [JOB] [-n 2] [-f]               what nodes have printed last
+  dtrun kill [JOB] [-n 2]                    end it, or nodes of it
+
 The exit code is the script's, or 128 + the signal that killed it.
 """
 

@@ -53,6 +53,7 @@ from ..verify import selfcheck
 from . import notebook
 from .rendezvous import rendezvous_of, script_folder
 from .settings import Settings, check
+from .window import open_window
 
 _log = logging.getLogger("disttensor")
 
@@ -232,6 +233,7 @@ def init_master_worker(
     autocast.choose_default(session.places)
     _register_once()
     selfcheck.begin_comparing(session, share)
+    open_window(session, os.environ)
     return SessionContext(session)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..process.page import Beside
 from ..process.renamed import old_methods
@@ -73,10 +73,17 @@ class Sight:
     last_line: str = ""  #: the last line of its output
 
 
+class ReadLines(NamedTuple):
+    """Lines that workers have printed, the oldest first."""
+
+    lines: Sequence[tuple[int, int, str]]  #: each with its number, from 1 on for all workers together, and its rank
+    more: bool  #: whether there are further ones
+
+
 class Launcher(ABC):
     """Starts and ends workers. Used by one session, which takes care of ``events`` and ``stop``.
 
-    ``start``, ``events`` and ``end_worker`` return at once; ``flush`` and ``stop`` wait.
+    ``start``, ``events`` and ``end_worker`` return at once; ``flush``, ``read_output`` and ``stop`` wait.
 
     Attributes:
         capacity: the most nodes that it can start; None: as many as are asked for.
@@ -138,6 +145,14 @@ class Launcher(ABC):
 
     def flush(self, timeout: float) -> None:  # noqa: B027 - most show at once what there is
         """Shows all output of nodes until now; waits for that, ``timeout`` seconds at most. Raises nothing."""
+
+    def read_output(self, ranks: Sequence[int], after: int, timeout: float) -> ReadLines | None:
+        """Returns the last lines that these workers have printed: those behind line ``after``; -10: the last ten. None
+        where that is not kept.
+
+        Callable by any thread. Waits for them. Raises TimeoutError, StartError after ``stop``.
+        """
+        return None
 
     @abstractmethod
     def start(self, bundles: Sequence[Bundle]) -> None:

@@ -52,8 +52,9 @@ from disttensor.runtime.channel.tcp.kept import Kept, TcpConnection
 from disttensor.runtime.channel.tcp.reader import PeerReader, Receive, ReceiveTicket
 from disttensor.runtime.channel.tcp.shield import CHECKSUM, ENCRYPT, Checked, Sealed, Shield
 from disttensor.runtime.endpoints import frames as endpoint_frames
-from disttensor.runtime.host import affinity, mpi_env, slurm_env
+from disttensor.runtime.host import affinity, job_sockets, mpi_env, slurm_env
 from disttensor.runtime.host.addresses import split
+from disttensor.runtime.host.job_window import JobWindow
 from disttensor.runtime.host.launch_spec import Host, LaunchSpec, spec_of_dtrun
 from disttensor.runtime.host.output_options import Output, OutputChoice
 from disttensor.runtime.host.precedence import SETTINGS
@@ -217,12 +218,14 @@ def _bundle(data: bytes) -> None:
 _BUNDLE = Bundle("job", 0, "tcp://127.0.0.1:41233", env={"A": "\u00e9"}, sys_path=("/x",))
 _ORDERS = [
     control.Start(_BUNDLE, "module:function"), control.Modules(b"xx"), control.Kill(1, 15), control.Stop(1.5),
-    control.Flush(1), control.Refuse("why"), LaunchSpec("ssh", (Host("a", 4),), env={"A": "b"}, output=Output(tee="3")),
+    control.Flush(1), control.ReadOutput(1, (0,), -10), control.Refuse("why"),
+    LaunchSpec("ssh", (Host("a", 4),), env={"A": "b"}, output=Output(tee="3")),
 ]  # fmt: skip
 _NEWS = [
     control.AgentHello(6, "0.1", "3.11", "host", 1, 2), control.Ready(1, "2.13"), control.LaunchFailed("why", ("a",)),
     control.Began(0, 1, "h"), control.Ended(0, 1, 2, "cause", ("tail",)), control.NodeOutput(0, 1, b"xx"),
     control.Status((0,), "host", "what"), control.Capacity(1, 2), control.Listening(("tcp://a:1",)), control.Flushed(1),
+    control.OutputRead(1, ((1, 0, "text"),), False),
 ]  # fmt: skip
 
 
@@ -444,6 +447,17 @@ _UNPACKS = (
     "runtime/shared/table_handles.py:SharedDict._value",
     "runtime/shared/work_queue_handles.py:WorkQueue.get",
 )
+
+
+_JOB_REQUESTS = [
+    job_sockets.JobRequest("summary"), job_sockets.JobRequest("kill", (1, 2)), job_sockets.JobRequest("output", (), 7)
+]  # fmt: skip
+
+
+def _job_request(data: bytes) -> None:
+    answer = JobWindow()._reply(data)
+    assert isinstance(answer, job_sockets.Refusal)
+    assert answer.why
 
 
 def _item(data: bytes) -> None:
@@ -684,6 +698,19 @@ DECODERS: tuple[Decoder, ...] = (
         shared_objects.decode_request,
         (ProtocolError,),
         covers=("runtime/protocol/shared_objects.py:",),
+    ),
+    Decoder(
+        "request to a job",
+        messages(JSON, st.sampled_from(_JOB_REQUESTS)).map(lambda line: line + b"\n"),
+        _job_request,
+        covers=("runtime/host/job_window.py:JobWindow._reply",),
+    ),
+    Decoder(
+        "answer of a job",
+        jsons(job_sockets.JobSummary | job_sockets.OutputAnswer | job_sockets.StackAnswer | job_sockets.Refusal),
+        partial(job_sockets.decode_answer, job_sockets.FoundJob(1, "")),
+        (job_sockets.JobSocketError,),
+        covers=("runtime/host/job_sockets.py:decode_answer",),
     ),
     Decoder(
         "answer of what is shared",
@@ -963,6 +990,9 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/contracts/launcher_stage.py:Master.turn": _CHECKS,
     "runtime/contracts/launcher_stage.py:Puppet.hear": _CHECKS,
     "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,
+    "disttensor/cli/jobs.py:_status": "job_sockets.decode_answer, which is fuzzed",
+    "disttensor/cli/top.py:_ask": "job_sockets.decode_answer, which is fuzzed",
+    "runtime/host/job_sockets.py:peer_of": _KERNEL,
     "runtime/host/affinity.py:_uuids": _LIBRARY,
     "runtime/host/interfaces.py:interfaces": _KERNEL,
     "runtime/host/tcp_info.py:bytes_received": _KERNEL,

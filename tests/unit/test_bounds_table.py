@@ -47,6 +47,11 @@ TABLE = {
         "max_length=MAX_TENSOR_DIMS": _VALUES,
         "max_length=MAX_TENSORS": _VALUES,
     },
+    "runtime/host/job_sockets.py": {
+        "MOST_REQUEST": "numbers of nodes, of which no job has so many",
+        "MOST_ANSWER": "a status of nodes, and 500 lines of output: " + _OURS,
+    },
+    "runtime/host/job_window.py": {"MOST": "further connections are ended: tests/seeing/test_job_window.py"},
     "runtime/launch/rendezvous/credentials.py": {"_MOST": "a file of ours"},
     "runtime/launch/tree/control.py": {"MAX_FRAME": "a start's bundles, and pieces of output: " + _OURS},
     "runtime/launch/tree/server.py": {"MAX_STACK": "is cut"},

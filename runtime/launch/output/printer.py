@@ -2,6 +2,7 @@
 
     pieces of a node's stdout --> log file (as they are)
                               \\-> Lines --> OutputFolding (20 ms at most) --> "[node 1] ..." --> OutputFd --> stdout
+                                         \\-> KeptOutput, for who looks on
 
 Used by the process nearest to the user: the fork server of a local session, the root of one on several hosts.
 """
@@ -18,6 +19,7 @@ from ...host.output_options import STREAMS, Output, OutputChoice
 from ...host.private_files import lock_file, make_private_folder, open_private_file
 from ...process.renamed import old_method
 from .folding import FoldedLine, OutputFolding
+from .kept import KeptOutput
 from .lines import Lines, showable
 from .output_fd import OutputFd, Terminal
 
@@ -47,6 +49,7 @@ class Printer:
         fds: tuple[int, int] = (1, 2),
         environment: Mapping[str, str] = os.environ,
     ) -> None:
+        self.kept = KeptOutput()  #: what nodes have printed last, shown or not
         self._folder = OutputFolding()
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._begun: set[int] = set()  #: all nodes that there have been
@@ -94,10 +97,12 @@ class Printer:
             source = self._streams[rank, stream] = _Stream(rank, stream, -1, silent=False)
         if trouble := source.keep(piece):
             self._put(2, b"", [trouble])
+        lines = source.lines.feed(piece)
+        self.kept.add(rank, lines)
         if source.silent:
             return
         now = time.monotonic()
-        self._fold(source, source.lines.feed(piece), now)
+        self._fold(source, lines, now)
         if source.lines.bar:
             self._bars.setdefault(source, max(now, source.shown + BAR))
         else:
@@ -122,8 +127,10 @@ class Printer:
             source = self._streams.pop((rank, stream), None)
             if source is not None:
                 self._bars.pop(source, None)
+                unfinished = source.lines.take_unfinished()
+                self.kept.add(rank, unfinished)
                 if not source.silent:
-                    self._fold(source, source.lines.take_unfinished(), time.monotonic())
+                    self._fold(source, unfinished, time.monotonic())
                 source.close()
         self._running.discard(rank)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from ...host import descriptors
 from ...host.launch_spec import LaunchSpec
-from ...host.launcher import Exited, Launcher, Sight, Started
+from ...host.launcher import Exited, Launcher, ReadLines, Sight, Started
 from ...host.output_options import Output
 from ...process.lifetime import describe_exit, wait_any
 from ...process.renamed import old_names
@@ -41,6 +41,8 @@ from ..tree.control import (
     Listening,
     Look,
     News,
+    OutputRead,
+    ReadOutput,
     Ready,
     Seen,
     SessionEnded,
@@ -52,6 +54,9 @@ from ..tree.framed import FramedSocket, FramedStream
 
 #: The function that a worker runs: it gets its life-line and returns the exit code.
 WORKER = "disttensor.runtime.node.worker:main"
+
+#: Seconds between two looks for an answer.
+_GLANCE = 0.05
 
 #: Seconds that the server may take beyond the grace to end its workers and itself (TERM, a second, KILL).
 _PATIENCE = 4.0
@@ -86,6 +91,8 @@ class ServerLauncher(Launcher):
         self._doing: dict[int, tuple[str, str]] = {}  #: rank -> host, and the state that it is waiting on
         self._asked = 0  #: the number of workers that were asked for
         self._flushes = self._flushed = 0  #: the ids of the last Flush and of the last that was answered
+        self._reads = 0  #: the id of the last ReadOutput
+        self._read: dict[int, OutputRead | None] = {}  #: by id: the answers that somebody waits for
         self._shown = self._rested = False
         self._trouble = ""  #: the reason why the server is of no use any more
         self._stopped = False
@@ -105,6 +112,25 @@ class ServerLauncher(Launcher):
             self._flushes += 1
             self._wire.send_message(Flush(self._flushes))
             self._await(lambda: self._flushed == self._flushes or bool(self._trouble), timeout)
+
+    def read_output(self, ranks: Sequence[int], after: int, timeout: float) -> ReadLines | None:
+        deadline = time.monotonic() + timeout
+        with self._using():
+            self._reads += 1
+            id = self._reads
+            self._read[id] = None
+            self._wire.send_message(ReadOutput(id, tuple(ranks), after))
+        try:
+            while (answer := self._read[id]) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{self.server_name} has not answered within {timeout:g} s")
+                descriptors.wait_readable([self._wire], min(_GLANCE, left))  # another thread may take the answer in
+                with self._using():
+                    pass
+            return ReadLines(answer.lines, answer.more)
+        finally:
+            del self._read[id]
 
     def start(self, bundles: Sequence[Bundle]) -> None:
         """Asks for one worker per bundle and returns at once.
@@ -282,6 +308,8 @@ class ServerLauncher(Launcher):
                     self._rested = True
                 case Flushed():
                     self._flushed = max(self._flushed, news.id)
+                case OutputRead() if news.id in self._read:
+                    self._read[news.id] = news
                 case Status():
                     self._doing.update(dict.fromkeys(news.ranks, (news.host, news.what)))
                 case Capacity():

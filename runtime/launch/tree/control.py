@@ -1,9 +1,10 @@
 """The control frames between the processes of a launch: one set for every wire between them.
 
-    master --> root           LaunchSpec, then Start, Kill, Look, Stop, EndSession, Flush
-    root   --> agent          the same, Modules, OutputAck, Beat;  an agent passes them to its fork server, and Pause
+    master --> root           LaunchSpec, then Start, Kill, Look, Stop, EndSession, Flush, ReadOutput
+    root   --> agent          these but ReadOutput, Modules, OutputAck, Beat; it passes them on, and Pause
     agent  --> root           AgentHello, Beat, then the fork server's frames, NodeOutput
-    root   --> master         Ready, Began, Ended, LaunchFailed, Status, Capacity, SessionEnded, Flushed, Seen
+    root   --> master         Ready, Began, Ended, LaunchFailed, Status, Capacity, SessionEnded, Flushed, Seen,
+                              OutputRead
 
 A master of local nodes speaks to a fork server directly (without LaunchSpec, Status, Capacity). Each struct goes as
 msgpack; framed.py delimits them. Nothing is ever unpickled. The end of a stream is a message too: it means that the
@@ -73,6 +74,14 @@ class Flush(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Show the output of nodes until now, then send Flushed."""
 
     id: int
+
+
+class ReadOutput(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Send OutputRead: what these nodes have printed behind line ``after``, as far as it is kept (output/kept.py)."""
+
+    id: int
+    ranks: tuple[int, ...]
+    after: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -200,6 +209,14 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     id: int
 
 
+class OutputRead(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The lines that ReadOutput has asked for."""
+
+    id: int
+    lines: tuple[tuple[int, int, str], ...]  #: each with its number and its node
+    more: bool  #: whether there are further ones
+
+
 class Status(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The state that these nodes are waiting on, for the error when they have waited too long."""
 
@@ -222,11 +239,24 @@ class Listening(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 Order = (
-    LaunchSpec | Output | Modules | Start | Kill | Look | Pause | Stop | EndSession | OutputAck | Flush | Beat | Refuse
+    LaunchSpec
+    | Output
+    | Modules
+    | Start
+    | Kill
+    | Look
+    | Pause
+    | Stop
+    | EndSession
+    | OutputAck
+    | Flush
+    | ReadOutput
+    | Beat
+    | Refuse
 )
 #: What a fork server says.
 ServerNews = Ready | LaunchFailed | Began | Ended | SessionEnded | NodeOutput | Flushed | Seen
 #: What an agent says.
 AgentNews = AgentHello | Beat | ServerNews
 #: What the master hears, of a root or a fork server.
-News = AgentNews | Status | Capacity | Listening
+News = AgentNews | Status | Capacity | Listening | OutputRead

@@ -53,6 +53,8 @@ from .control import (
     NodeOutput,
     Order,
     OutputAck,
+    OutputRead,
+    ReadOutput,
     Ready,
     Refuse,
     Seen,
@@ -169,6 +171,9 @@ class Root:
                     for each in there:
                         each.send_order(order)
                     self._flushed(order.id)
+                case ReadOutput():
+                    lines, more = self._printer.kept.after(order.after, order.ranks)
+                    self._up.send_message(OutputRead(order.id, tuple(lines), more))
                 case Start() if self._ending is None:
                     self._asked += 1
                     self._seats.ask(order)
@@ -235,6 +240,7 @@ class Root:
             self._awake.discard(branch)
         if not self._awake:
             self._printer.flush()
+            self._printer.kept.clear()
             self._up.send_message(SessionEnded())
             self._deal()
 

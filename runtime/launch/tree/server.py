@@ -52,7 +52,9 @@ from .control import (
     NodeOutput,
     Order,
     OutputAck,
+    OutputRead,
     Pause,
+    ReadOutput,
     Ready,
     Seen,
     SessionEnded,
@@ -205,6 +207,9 @@ class Server:
                     self._unacknowledged -= order.size
                 case Flush():
                     self._flush(order.id)
+                case ReadOutput():
+                    lines, more = self._printer.kept.after(order.after, order.ranks)
+                    self._wire.send_message(OutputRead(order.id, tuple(lines), more))
                 case Start() if self._deadline is None:
                     self._start(order.bundle, order.entry)
                 case Kill() if order.rank in self._nodes:
@@ -233,6 +238,7 @@ class Server:
         self._resting = False
         end_children(0)
         self._printer.flush()
+        self._printer.kept.clear()
         self._wire.send_message(SessionEnded())
 
     def _stop(self, grace: float) -> None:
