@@ -31,7 +31,7 @@ from ..runtime.node import checkpoint_files as files
 from ..runtime.node.checkpoint_files import FileItem, Shard, Written
 from ..runtime.process import undertakings
 from ..runtime.process.gc_pause import no_collection
-from ..runtime.process.signals import wait_in_looks
+from ..runtime.process.signals import uninterrupted, wait_in_looks
 from ..runtime.protocol.errors import RanksDiffer
 from ..session import current
 from ..session.places import MeshPlace, NodePlace
@@ -70,9 +70,9 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str], *, check_r
     be one; OSError that names the file and the host; NodeLost; the error that made a tensor fail; and what an earlier
     ``async_save`` has failed with, if nobody asked. What was at ``path`` is there unchanged then.
     """
-    job = _Job(state_dict, path, check_replicas, "save")
-    job.begin_writes(beside=False)
-    job.end()
+    with _Job(state_dict, path, check_replicas, "save") as job:
+        job.begin_writes(beside=False)
+        job.end()
 
 
 @spelled
@@ -95,10 +95,9 @@ def async_save(
     the next save or at the session's end.
     """
     saves = current.session().part(Saves)
-    with saves.lock:
-        job = _Job(state_dict, path, check_replicas, "async_save")
+    with saves.lock, _Job(state_dict, path, check_replicas, "async_save") as job:
         job.begin_writes(beside=True)
-        saving = saves.last = _Saving(job)
+        saving = _Saving(job, saves)
     return saving
 
 
@@ -163,7 +162,8 @@ class Saves:
 class _Saving(Work[None]):
     """A save that goes on beside the script, in a thread of its own."""
 
-    def __init__(self, job: _Job) -> None:
+    @uninterrupted
+    def __init__(self, job: _Job, saves: Saves) -> None:
         self._session, self._ended = job.session, Ticket()
         self._transfer = self._ended
         self._node = min(job.nodes, default=0)
@@ -173,6 +173,7 @@ class _Saving(Work[None]):
         self._asked = False
         self._thread = threading.Thread(target=self._run, name="disttensor-checkpoint", daemon=True)
         self._thread.start()  # before anybody has the Work: a save of another thread may join it at once
+        job.goes_on, saves.last = True, self
 
     def _run(self) -> None:
         job, self._job = self._job, None  # a Work that is kept keeps no tensors
@@ -222,6 +223,7 @@ class _Job:
         self._saves.wait()
         self.site = here(3)
         self.over = threading.Event()  #: set when it has ended, in whichever way
+        self.goes_on = False  #: whether a thread of its own ends it
         self.folder = Folder(path)
         state = State(state_dict)
         self._places: dict[int | None, Any] = {None: None}  #: those of nodes, by number; None is the script
@@ -236,6 +238,16 @@ class _Job:
         with no_collection():  # all that it makes is kept, and a collection in the middle takes as long as the rest
             self._plan(state, check_replicas)
         self._calls = Calls(self.session, self.site)
+
+    def __enter__(self) -> _Job:
+        return self
+
+    @uninterrupted
+    def __exit__(self, *exc: object) -> None:
+        """Has the save be over where an interrupt came between two of its steps: the session's end waits for each one
+        that is not."""
+        if not self.goes_on and not self.over.is_set():
+            self._give_up()
 
     @property
     def nodes(self) -> list[int]:
@@ -421,12 +433,11 @@ class _Job:
                 )
 
     def _give_up(self) -> None:
-        """Removes what was written."""
-        try:
+        """Removes what was written. Whatever that raises, the save is over: the session's end would wait for it."""
+        with ExitStack() as steps:
+            steps.callback(self._unregister)
+            steps.callback(self.folder.abort)
             self._calls.__exit__()
-        finally:
-            self.folder.abort()
-            self._unregister()
 
     def _unregister(self) -> None:
         self._calls.__exit__()

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..runtime.node.checkpoint_disk import Disk, Process
+from ..runtime.node.checkpoint_files import named
 from ..runtime.process.signals import uninterrupted
 
 NAME = ".saver"
@@ -110,7 +111,8 @@ class Turn:
         try:
             locked = disk.lock(descriptor) is True
             owner = SaveClaim(self._number, disk.process(), time.time(), locked)
-            disk.write_all(descriptor, msgspec.json.encode(owner))
+            with named(self._claim_aside, "written"):
+                disk.write_all(descriptor, msgspec.json.encode(owner))
             try:
                 disk.rename(self._aside, self._path)
             except OSError as error:
@@ -140,13 +142,20 @@ class Turn:
     def _aside(self) -> str:
         return f"{self._path}_{self._number}"
 
+    @property
+    def _claim_aside(self) -> str:
+        """Where the claim is as long as it is aside."""
+        return os.path.join(self._aside, self._number)
+
     def _make(self) -> int:
         """Makes a claim aside, and returns its descriptor. Raises FileNotFoundError also where another save's sweep has
         removed its folder."""
         mode = self._disk.shared(self._folder)
-        self._disk.mkdir(self._aside, mode | (mode & 0o444) >> 2)
+        with named(self._aside, "made"):
+            self._disk.mkdir(self._aside, mode | (mode & 0o444) >> 2)
         try:
-            return self._disk.open(os.path.join(self._aside, self._number), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            with named(self._claim_aside, "made"):
+                return self._disk.open(self._claim_aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         except BaseException:
             self._clear()
             raise
@@ -154,7 +163,7 @@ class Turn:
     def _clear(self) -> None:
         """Removes what is aside."""
         with suppress(OSError):  # after a rename it is not there
-            self._disk.unlink(os.path.join(self._aside, self._number))
+            self._disk.unlink(self._claim_aside)
         with suppress(OSError):
             self._disk.rmdir(self._aside)
 
@@ -208,7 +217,7 @@ class Turn:
         """Returns by how much the file system's clock is ahead of ours, or less."""
         descriptor = self._make()
         try:
-            self._disk.touch(os.path.join(self._aside, self._number))
+            self._disk.touch(self._claim_aside)
             return self._disk.time_of(descriptor) - self._disk.clock()
         finally:
             self._disk.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import select
 import shutil
@@ -9,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -165,6 +168,85 @@ def test_the_end_of_a_session_waits_for_the_save(tmp_path: Path) -> None:
     assert work.is_completed()
     assert ended.wait(HANG)
     assert loaded(tmp_path / "c") == (4.0,) * 4
+
+
+@pytest.mark.parametrize("way", [save, async_save])
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"], ids=["null", "surrogate"])
+def test_a_path_that_can_not_be_one_is_not_waited_for(
+    name: str, way: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save raises, and is over: the session's end has nothing to wait for."""
+
+    def warning(text: str, *args: object) -> None:
+        assert "the end of the session waits" not in text, text % args
+
+    monkeypatch.setattr(logging.getLogger("disttensor"), "warning", warning)
+    with threads(), pytest.raises(ValueError, match=r"null byte|surrogates not allowed"):
+        way(program(1.0), tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises."""
+
+
+@contextmanager
+def interrupted_at(step: int) -> Iterator[list[str]]:
+    """In this block a signal comes just before a step, by its number, of those that the module of saves takes in this
+    thread: a call of a function or a line. Gives the steps."""
+    steps: list[str] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.endswith("checkpoint/saving.py"):
+            return None
+        if event in ("call", "line"):
+            steps.append(f"{frame.f_code.co_qualname} {frame.f_lineno}")
+            if len(steps) == step:
+                signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield steps
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.fault(18)
+@pytest.mark.parametrize("way", [save, async_save])
+def test_an_interrupt_at_every_step(
+    way: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save has its turn, and the session's end nothing to wait for."""
+    came: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        came.append(number)
+        raise Interrupted
+
+    def warning(text: str, *args: object) -> None:
+        assert "the end of the session waits" not in text, f"{last}: {text % args}"
+
+    monkeypatch.setattr(logging.getLogger("disttensor"), "warning", warning)
+    former, last = signal.signal(signal.SIGUSR1, handler), ""
+    try:
+        with threads():
+            x = torch.ones(1, device="node:0")
+            for step in itertools.count(1):
+                came.clear()
+                with suppress(Interrupted), interrupted_at(step) as steps:
+                    way({"n": step}, tmp_path / "c")
+                if len(steps) < step:
+                    break
+                with suppress(Interrupted):  # one that was held back comes at the next message
+                    while not came:
+                        x.sum().item()
+                last = steps[step - 1]
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert step > 40
+    assert len([name for name in os.listdir(tmp_path / "c") if name.startswith(".s")]) == 0
 
 
 @pytest.mark.fault(47)

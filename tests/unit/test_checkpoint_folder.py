@@ -217,6 +217,32 @@ def test_a_file_that_says_nothing(text: bytes, tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "c")) == 3
 
 
+@pytest.mark.parametrize(
+    ("call", "file"),
+    [("mkdir", ""), ("open", r"/\w{8}"), ("write", r"/\w{8}")],
+    ids=["mkdir", "open", "write"],
+)
+def test_a_claim_that_can_not_be_made_names_the_file_and_the_host(
+    call: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel names no file where a write fails. Nothing is left."""
+
+    disk = Disk()
+    real = getattr(disk, call)
+
+    def full(what: str | int, *args: Any) -> Any:
+        if isinstance(what, str) and ".saver_" not in what:
+            return real(what, *args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, call, full)
+    words = rf"No space left on device: .*/c/\.saver_\w{{8}}{file} can't be \w+ on host"
+    with pytest.raises(OSError, match=words) as raised:
+        begun(tmp_path / "c", disk)
+    assert raised.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
+
+
 class Between(Disk):
     """A disk on which something happens when a claim was looked at, and something else when it was to be removed."""
 
