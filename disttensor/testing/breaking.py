@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
+from contextlib import suppress
 
 from ..runtime.channel.base import MASTER
 from ..runtime.host import descriptors
+from ..runtime.process.lifetime import process_stat
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 
 _WHY = "its connection was cut by disttensor.testing.cut"
+#: States of a thread that computes nothing: stopped, ended, or in the kernel, which stops it as it comes out.
+_STILL = "TtXZD"
+#: Seconds in which a process has stopped, unless somebody has it go on; and between two looks.
+_STOPPED, _LOOK = 5.0, 0.001
 
 
 def cut(node: int, *, control: bool = True, data: bool = False) -> None:
@@ -41,10 +48,16 @@ def cut(node: int, *, control: bool = True, data: bool = False) -> None:
 def stop(node: int) -> None:
     """Stops a node's process (SIGSTOP): it computes and answers nothing, as a machine that hangs. ``resume`` ends that.
 
+    Waits until each of its threads has stopped, which takes a while on a busy machine.
+
     Raises ValueError for a node that does not exist, NodeLost for one that is lost, DisttensorError for one that is a
     thread of this process (``launcher="inproc"``) or runs on another host, and without a session.
     """
-    os.kill(_pid(node), signal.SIGSTOP)
+    pid = _pid(node)
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + _STOPPED
+    while not _has_stopped(pid) and time.monotonic() < until:
+        time.sleep(_LOOK)
 
 
 def resume(node: int) -> None:
@@ -64,6 +77,13 @@ def kill(node: int) -> None:
         descriptors.wait_readable([process])
     finally:
         os.close(process)
+
+
+def _has_stopped(pid: int) -> bool:
+    """Returns whether no thread of a process runs any more."""
+    with suppress(OSError):  # a thread, or the process, has ended meanwhile
+        return all(process_stat(f"{pid}/task/{thread}")[0] in _STILL for thread in os.listdir(f"/proc/{pid}/task"))
+    return not os.path.exists(f"/proc/{pid}")
 
 
 def _pid(node: int) -> int:

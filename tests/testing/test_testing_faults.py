@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from processes import alive_after
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.runtime.process.lifetime import process_stat
 
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
@@ -86,13 +88,15 @@ def test_a_stopped_process_goes_on_when_it_is_resumed() -> None:
         x = torch.ones(3, device="node:0")
         dt.synchronize()
         testing.stop(0)
+        pid = int(dt.nodes()[0]["pid"])
+        states = {process_stat(f"{pid}/task/{thread}")[0] for thread in os.listdir(f"/proc/{pid}/task")}
+        assert states <= set("TD")
         work = dt.fetch(x)
         with pytest.raises(TimeoutError):
             work.wait(0.05)
         testing.resume(0)
         assert work.result().tolist() == [1, 1, 1]
         testing.stop(0)
-        pid = int(dt.nodes()[0]["pid"])
         testing.kill(0)
         assert alive_after(0, [pid]) == []
         with pytest.raises(dt.NodeLost, match="SIGKILL"):
