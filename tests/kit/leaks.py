@@ -26,7 +26,7 @@ import warm
 from limits import HANG
 
 #: The variable with the marks of the test processes that a process comes from.
-MARK = "STARTED_BY_TESTS"
+MARK = warm.MARK
 _OURS = secrets.token_hex(8)
 os.environ[MARK] = " ".join([*os.environ.get(MARK, "").split(), _OURS])
 

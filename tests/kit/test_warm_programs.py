@@ -289,8 +289,14 @@ subprocess.run([sys.executable, "-c", inner])
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_one_that_is_left_is_found() -> None:
-    """By the guard against leaks: also where its parent is gone."""
+@pytest.mark.parametrize("first", ["marked", "unmarked"])
+def test_one_that_is_left_is_found(first: str) -> None:
+    """By the guard against leaks: also where its parent is gone, and where the first for which its zygote was started
+    has an environment without this process's mark."""
+    environment = dict(os.environ)
+    if first == "unmarked":
+        environment["OMP_NUM_THREADS"] = "25"
+        subprocess.run([sys.executable, "-c", "pass"], env=leaks.unmarked(environment), check=True)
     before = leaks.Held.now()
     inner = "import signal; print('here', flush=True); signal.pause()"
     code = f"""
@@ -298,7 +304,8 @@ import subprocess, sys
 stays = subprocess.Popen([sys.executable, "-c", {inner!r}], start_new_session=True, stdout=subprocess.PIPE, text=True)
 print(stays.pid, stays.stdout.readline())
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=HANG)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=HANG, env=environment)
     pid = int(done.stdout.split()[0])
     assert any(f"process {pid}:" in left for left in leaks.Held.now().since(before))
     os.kill(pid, signal.SIGKILL)

@@ -58,6 +58,8 @@ _LEAVES = ("server",)
 #: How many zygotes a pytest process has at a time; each has 300 MB.
 _MOST = 3
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+#: The variable with the marks of the test processes that a process comes from (leaks.py).
+MARK = "STARTED_BY_TESTS"
 
 _SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2
 _libc = ctypes.CDLL(None)
@@ -311,7 +313,9 @@ def _zygote(environ: dict[str, str]) -> Zygote | None:
 def _start(environ: dict[str, str]) -> Zygote:
     ours, theirs = socket.socketpair()
     with theirs, cold():
-        kept = {k: v for k, v in environ.items() if k != "PYTHONPATH"}
+        kept = {k: v for k, v in environ.items() if k not in ("PYTHONPATH", MARK)}
+        if MARK in os.environ:  # what this process starts is its own, whatever the first program's environment has
+            kept[MARK] = os.environ[MARK]
         command = [sys.executable, __file__, str(theirs.fileno())]
         process = subprocess.Popen(command, env=kept, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, cwd="/")
     process.returncode = 0  # nobody waits for it: it ends with this process
