@@ -80,6 +80,8 @@ class WaitsShown:
             self.end_wait()
             return
         seconds, link = now - held.began, self._session.link
+        if self._line is None and seconds < ALL:  # nothing is shown, nor can have stood still for long
+            return
         nodes = [] if held.node is None else [self._session.nodes[held.node]]
         if seconds >= ALL and now - self._asked_all >= AGAIN:
             self._asked_all, nodes = now, self._session.nodes

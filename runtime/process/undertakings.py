@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .clock import CLOCK, Clock
+from .signals import uninterrupted
 
 
 class Undertaking:
@@ -38,7 +39,8 @@ class Undertakings:
     def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self._under_way: tuple[Undertaking, ...] = ()
-        self._changing = threading.Lock()
+        #: re-entrant: a signal's handler that saves may come while it is held, where no session wraps it
+        self._changing = threading.RLock()
         #: is called, in its thread, at the end of each that has held its thread
         self.on_end: Callable[[], object] = lambda: None
 
@@ -51,25 +53,27 @@ class Undertakings:
         """Notes an undertaking of this thread inside of a ``with`` block. ``words`` is called in any thread, and
         returns at once."""
         it = Undertaking(words, line, holds, self._clock.now())
-        self._add(it)
         try:
+            self._add(it)
             yield it
         finally:
             self._remove(it)
             if holds:
                 self.on_end()
 
+    @uninterrupted
     def _add(self, it: Undertaking) -> None:
         with self._changing:
             self._under_way = (*self._under_way, it)
 
+    @uninterrupted
     def _remove(self, it: Undertaking) -> None:
         with self._changing:
             self._under_way = tuple(each for each in self._under_way if each is not it)
 
     def forked(self) -> None:
         """Forgets them, in a forked child: they are the parent's."""
-        self._under_way, self._changing = (), threading.Lock()
+        self._under_way, self._changing = (), threading.RLock()
         self.on_end = lambda: None
 
 
