@@ -144,7 +144,7 @@ class Turn:
 
     @property
     def _claim_aside(self) -> str:
-        """Where the claim is as long as it is aside."""
+        """The path of the claim as long as it is aside."""
         return os.path.join(self._aside, self._number)
 
     def _make(self) -> int:

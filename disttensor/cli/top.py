@@ -56,7 +56,7 @@ _BOLD, _REVERSE, _PLAIN = "\x1b[1m", "\x1b[7m", "\x1b[0m"
 
 
 class Screen:
-    """What is to be seen of a job, and what the keys have chosen."""
+    """The view of a job, with the choices that keys have made."""
 
     def __init__(self) -> None:
         self.status: dict[str, Any] = {"script": None, "nodes": []}

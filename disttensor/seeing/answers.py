@@ -37,7 +37,7 @@ SCRIPT = -1
 
 
 class JobAnswers:
-    """What a session answers."""
+    """The answers of one session."""
 
     def __init__(self, session: Session, began: float) -> None:
         """``began``: when the session did, by time.monotonic."""

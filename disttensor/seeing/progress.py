@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Hashable
+from time import process_time
 from typing import NamedTuple
 
 from ..dispatch.call_site import site_of_thread
@@ -36,7 +36,7 @@ _log = logging.getLogger("disttensor")
 
 
 class _Held(NamedTuple):
-    """What the main thread is held by."""
+    """The wait, or the undertaking, that holds the main thread."""
 
     began: float
     node: int | None  #: the node that it waits for
@@ -139,7 +139,7 @@ class WaitsShown:
     def _how_far(self) -> tuple[Hashable, float]:
         """Returns what changes with any progress, and the seconds for which all have run on cores."""
         session = self._session
-        nodes, used = [], time.process_time()
+        nodes, used = [], process_time()
         for node in session.nodes:
             nodes.append(_how_far(node))
             used += node.connection.seen.cpu if node.connection.seen is not None else 0.0

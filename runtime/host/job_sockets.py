@@ -34,7 +34,7 @@ _PEER = struct.Struct("3i")  # pid, uid and gid of a peer, as the kernel tells t
 
 
 class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked of a job."""
+    """A question to a job, or an order."""
 
     what: Literal["summary", "status", "stack", "output", "kill"]
     nodes: tuple[int, ...] = ()  #: none: all

@@ -1,4 +1,4 @@
-"""What this process is at that may take long, such as a start of nodes: for who looks at it meanwhile.
+"""Undertakings of this process that may take long, such as a start of nodes: a status shows them meanwhile.
 
 Each is noted while it lasts, and says by itself how far it has come, when somebody asks.
 """

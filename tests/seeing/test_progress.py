@@ -6,7 +6,6 @@ import os
 import re
 import select
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -57,7 +56,7 @@ class Job:
         self.undertakings = Undertakings(self.clock)
         self.queues: tuple[QueueStatus, ...] = ()
         monkeypatch.setattr(undertakings, "mine", self.undertakings)
-        monkeypatch.setattr(time, "process_time", lambda: 0.0)  # this one's time goes on without any work
+        monkeypatch.setattr(progress, "process_time", lambda: 0.0)  # this one's time goes on without any work
         monkeypatch.setattr(progress, "queues_of", lambda session: self.queues)
         self.progress = WaitsShown(session, TerminalLine(screen.fd))
         self.undertakings.on_end = self.progress.end_wait

@@ -169,8 +169,8 @@ class Terminal:
         self.before = termios.tcgetattr(self.fd)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dtrun", "top"], stdin=self.fd, stdout=self.fd, stderr=self.fd, env=env,
-            preexec_fn=self._take,
+            [sys.executable, "-m", "dtrun", "top", str(os.getpid())], env=env, preexec_fn=self._take,
+            stdin=self.fd, stdout=self.fd, stderr=self.fd,
         )  # fmt: skip
 
     def _take(self) -> None:
@@ -281,8 +281,8 @@ def test_the_terminal_is_as_before_however_it_ends(job: Job, how: str, request: 
 
 def test_without_a_terminal(job: Job) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dtrun", "top"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "dtrun", "top", str(os.getpid())], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=HANG, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stderr == "dtrun: error: top needs a terminal; `dtrun status` prints once\n"
     assert done.returncode == 2

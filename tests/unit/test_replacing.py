@@ -25,6 +25,8 @@ OTHERS = {
     "disttensor/torch_patches/__init__.py::install": "functions of torch's",
     "disttensor/torch_patches/__init__.py::uninstall": "functions of torch's",
     "runtime/channel/gloo/group.py::_with": "options of gloo's",
+    "runtime/launch/output/transient_line.py::TransientLine._guard": "a stream's write, while a line is shown",
+    "runtime/launch/output/transient_line.py::TransientLine._unguard": "the same",
     "runtime/launch/tree/fork_child.py::become_worker": "a process's page",
     "runtime/node/graphs/engines/child.py::_compile": "functions of torch's",
     "runtime/node/own_draws.py::_watch_seeds": "functions of torch's",
