@@ -244,7 +244,7 @@ class _Job:
 
     @uninterrupted
     def __exit__(self, *exc: object) -> None:
-        """Has the save be over where an interrupt came between two of its steps: the session's end waits for each one
+        """Ends a save that an interrupt has stopped between two of its steps: the session's end waits for each one
         that is not."""
         if not self.goes_on and not self.over.is_set():
             self._give_up()

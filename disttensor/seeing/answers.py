@@ -46,7 +46,7 @@ class JobAnswers:
     def __call__(self, request: JobRequest) -> JobAnswer:
         count = len(self._session.nodes)
         if wrong := [rank for rank in request.nodes if not SCRIPT <= rank < count]:
-            return Refusal(f"there is no node {wrong[0]}: there are 0 to {count - 1}")
+            return Refusal(f"node {wrong[0]} does not exist: there are 0 to {count - 1}")
         match request.what:
             case "summary":
                 return self._summary()

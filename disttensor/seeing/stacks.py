@@ -30,7 +30,7 @@ _HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*")
 
 
 def script_stack() -> str:
-    """Returns the stacks of this process's threads, but for the one that asks: the main thread first."""
+    """Returns the stacks of this process's threads, except the one that asks: the main thread first."""
     frames, own, main = sys._current_frames(), threading.get_ident(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     blocks = []

@@ -142,7 +142,7 @@ def check_folder(folder: str) -> None:
     """Raises NotOurs for a folder that is not this user's alone, FileNotFoundError for none."""
     found = os.lstat(folder)
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        raise NotOurs(f"{folder} is no folder")
+        raise NotOurs(f"{folder} is not a folder")
     if found.st_uid != os.getuid():
         raise NotOurs(f"{folder} is that of user {found.st_uid}, and this process is user {os.getuid()}'s")
     if found.st_mode & 0o077:

@@ -67,6 +67,9 @@ class JobWindow:
             thread.start()
         except BaseException:
             listener.close()
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._socket, self._wake = None, -1
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise

@@ -6,12 +6,10 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from job_folders import job_folder
 from limits import HANG
 from other_user import UID, as_other_user, why_not
 
@@ -37,13 +36,9 @@ def answer(request: JobRequest) -> Killed:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of this user's, as systemd makes one."""
-    folder = Path(tempfile.mkdtemp(prefix="see-"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(job_sockets, "_TMP", str(folder))
-    yield folder
-    shutil.rmtree(folder)
+def runtime() -> Iterator[Path]:
+    with job_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -251,6 +246,19 @@ with socket.socket(socket.AF_UNIX) as s:
     except ConnectionError:
         print("heard", b"")
 """
+
+
+def test_one_that_cannot_be_opened_leaves_nothing(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    window = JobWindow()
+    with pytest.raises(RuntimeError, match="new thread"):
+        window.open(lambda request: Killed(()))
+    assert os.listdir("/proc/self/fd") == before
+    assert list((runtime / "disttensor").iterdir()) == []
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from began import Began, tell
 from checkout import ROOT
+from job_folders import job_folder
 from limits import HANG
 
 import disttensor as dt
@@ -32,13 +31,8 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Path]:
-    """A folder of this user's, as systemd makes one, in which no other test's jobs are."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = Path(tempfile.mkdtemp(prefix="see-"))
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        patch.setattr(job_sockets, "_TMP", str(folder))
+    with job_folder() as folder:
         yield folder
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +200,7 @@ def test_stack_has_the_script_too(capsys: Captured) -> None:
     assert f'File "{__file__}"' in shown
     assert re.findall(r"(?m)^node (\d) on", shown) == ["0", "1", "2"]
     assert re.findall(r"(?m)^node (\d) on", dtrun(capsys, "stack", "-n", "0,2")) == ["0", "2"]
-    assert "there is no node 9: there are 0 to 2" in dtrun(capsys, "stack", "-n", "9", code=2)
+    assert "node 9 does not exist: there are 0 to 2" in dtrun(capsys, "stack", "-n", "9", code=2)
     assert "numbers of nodes are needed, such as 1,3 or 0-7" in dtrun(capsys, "stack", "-n", "x", code=2)
 
 
@@ -274,12 +268,9 @@ def test_a_node_that_was_killed_is_lost_and_status_says_so(capsys: Captured) -> 
 
 
 @pytest.fixture
-def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="see-"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(job_sockets, "_TMP", str(folder))
-    yield folder
-    shutil.rmtree(folder)
+def empty() -> Iterator[Path]:
+    with job_folder() as folder:
+        yield folder
 
 
 @pytest.mark.usefixtures("empty")

@@ -7,21 +7,19 @@ import fcntl
 import os
 import pty
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyte
 import pytest
 from checkout import ROOT
+from job_folders import job_folder
 from limits import HANG
 
 from disttensor.cli.top import _ENTER, _LEAVE, Screen
@@ -211,14 +209,12 @@ class Terminal:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    folder, window, it = Path(tempfile.mkdtemp(prefix="see-")), JobWindow(), Job()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(job_sockets, "_TMP", str(folder))
-    window.open(it)
-    yield it
-    window.close()
-    shutil.rmtree(folder)
+def job() -> Iterator[Job]:
+    window, it = JobWindow(), Job()
+    with job_folder():
+        window.open(it)
+        yield it
+        window.close()
 
 
 @contextlib.contextmanager
