@@ -50,7 +50,7 @@ class Waiting:
         self.under_way: dict[Request, tuple[int, float]] = {}
         #: is told, in the thread that has waited, of the seconds of each wait that nobody else counts
         self.on_waited: Callable[[float], object] = lambda seconds: None
-        #: is called, in the thread that has waited, after a wait that has taken long
+        #: is called, in the thread that has waited, after a wait of a TICK and more
         self.on_long_wait: Callable[[], object] = lambda: None
 
     def wait(
@@ -94,9 +94,9 @@ class Waiting:
                 self._local.idle.append((poller, waker))
             self._requests.withdraw(request)
             self.under_way.pop(request, None)  # of two threads that wait for one request the first takes it out
-            if patience is not None:
-                self.on_long_wait()
             now = self._clock.now()
+            if now - began >= TICK:
+                self.on_long_wait()
             if turns and not request.counted:
                 self.on_waited(now - began)
             if self._waited.listeners:

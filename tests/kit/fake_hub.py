@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -40,6 +41,8 @@ class FakeHub(Hub):
         self.has_sent.set()
 
     def drain(self) -> list[tuple[int, bytes]]:
+        with contextlib.suppress(OSError):  # nothing has arrived; closed
+            os.eventfd_read(self.event)
         arrived, self.arrived = self.arrived, []
         return arrived
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 import pytest
+from limits import HANG
 from screen import Screen
 
 from disttensor.runtime.launch.output.printer import Printer
@@ -139,6 +141,46 @@ def test_a_wait_that_is_over_is_not_shown(screen: Screen) -> None:
     line.show(WAITS)
     line.show("later", holds=lambda: False)
     assert screen.look() == []
+
+
+@pytest.mark.parametrize("what", ["the wait ends", "a thread prints"])
+def test_what_comes_while_the_line_is_written(screen: Screen, out: TextIO, what: str) -> None:
+    class Lock:
+        """The line's lock, which tells when the thread has come to it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is thread:
+                come.set()
+            self._lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self._lock.release()
+
+    class Line(TerminalLine):
+        def _write(self, text: str) -> bool:
+            written = super()._write(text)
+            if text:
+                thread.start()
+                assert come.wait(HANG)
+            return written
+
+    def meanwhile() -> None:
+        if what == "the wait ends":
+            line.erase()
+        else:
+            print("a thread")
+        come.set()
+
+    come, line, thread = threading.Event(), Line(screen.fd), threading.Thread(target=meanwhile)
+    line._lock = Lock()  # type: ignore[assignment]
+    with printing_to(out):
+        line.show(WAITS)
+        thread.join()
+    assert screen.look() == ([] if what == "the wait ends" else ["a thread"])
+    assert "write" not in vars(out)
 
 
 def test_a_forked_child_prints_as_ever(screen: Screen, out: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 from fake_hub import HELLO, FakeHub
@@ -128,6 +129,22 @@ def test_a_wait_is_explained_after_ten_seconds_and_each_time_that_it_has_taken_t
     said = [re.match(r"node 0 \(host host, pid 1\) has not answered for (\d+) s", text) for text in caplog.messages]
     assert [found and found[1] for found in said] == ["12", "26", "54"]  # with the look from outside, which never comes
     assert clock.now() - began == 60
+
+
+def test_a_long_wait_is_told_of_at_its_end_though_messages_come_all_the_time(
+    hub: FakeHub, state: LinkState, clock: VirtualClock
+) -> None:
+    requests, ends = Requests(state), list[float]()
+    losses = Losses(state, requests, SideChannels(clock), None, lambda error: None)
+    waiting = Waiting(state, requests, losses, Replies(state, requests, losses))
+    waiting.on_long_wait = lambda: ends.append(clock.now())
+    request, others, began = requests.new(0, c.Answer), [requests.new(1, c.Answer) for _ in range(9)], clock.now()
+    for n, other in enumerate(others, 1):
+        clock.plan(n / 4, partial(hub.say, 1, c.Answer(other.id, "7")))
+    clock.plan(2.5, partial(hub.say, 0, c.Answer(request.id, "7")))
+    for each in (request, others[0]):
+        waiting.wait(each)
+    assert ends == [began + 2.5]
 
 
 def test_a_function_that_heeds_no_cancel_is_named_after_five_seconds(

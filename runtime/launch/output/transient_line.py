@@ -37,28 +37,34 @@ class TransientLine(ABC):
         self._lock = threading.RLock()  # re-entrant: a signal's handler that prints may come while it is held
         self._pid = os.getpid()
         self._shown = ""
+        self._begun = False  #: whether a line is shown, or is about to be: who erases waits for the latter
         self._guarded: list[tuple[Any, Any, Any]] = []  #: streams, their guards, and what stood in these' place
 
     def show(self, text: str, holds: Callable[[], bool] = lambda: True) -> None:
         """Shows a text in place of the one before, if it still ``holds`` and there is a place for it."""
         with self._lock:
+            self._begun = True  # before the question: a wait that ends meanwhile is met by the one or the other
             if not holds() or not self._has_place():
                 self.erase()
-            elif self._write(text):
+                return
+            self._guard()
+            if self._write(text):
                 self._shown = text
-                self._guard()
+            elif not self._shown:
+                self.erase()
 
     def erase(self) -> None:
         """Takes the line away. Does nothing where none is shown."""
         if os.getpid() != self._pid:  # a forked child's copy: the line is the parent's, and the lock perhaps held
             self._unguard()
             return
-        if self._shown:
+        if self._begun:
             with self._lock:
+                self._unguard()
                 if self._shown:
-                    self._unguard()
                     self._write("")
                     self._shown = ""
+                self._begun = False
 
     @abstractmethod
     def _streams(self) -> list[Any]:
@@ -154,10 +160,12 @@ class CellLine(TransientLine):
         return not _bars()  # which would stand on the same row
 
     def _write(self, text: str) -> bool:
-        self._unguard()
         shown = _cut(plain(text, WIDE), WIDE)
         blank = " " * max(0, len(_cut(self._shown, WIDE)) - len(shown))
+        self._unguard()
         self._stream.write(f"\r{shown}{blank}" if shown else f"\r{blank}\r")
+        if shown:
+            self._guard()
         return True
 
 
