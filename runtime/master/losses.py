@@ -14,6 +14,7 @@ from typing import Any
 from ..host import descriptors
 from ..host.launcher import Exited, Launcher, Sight
 from ..process.observing import NodeGone
+from ..process.page import FUNCTION
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import NodeLost, StartError
@@ -29,6 +30,9 @@ EXIT_CAUSE_TIMEOUT = 2.0
 HEARD = 1.0
 #: Seconds of one wait for the launcher: ``close`` and a Ctrl-C have to wait for its end.
 _LISTEN = 0.05
+
+#: States of a process, as in /proc, whose main thread has ended.
+_ENDED = frozenset("ZXx")
 
 
 class Losses:
@@ -175,7 +179,7 @@ class Losses:
         with self._state.lock:
             for rank, (cause, deadline) in list(self.unexplained.items()):
                 if now >= deadline + grace or self._state.closing:
-                    self.lose(rank, cause)
+                    self.lose(rank, cause, running=_function_of(self._state.nodes[rank].connection.seen))
                     self.unexplained.pop(rank, None)
 
     @uninterrupted
@@ -211,6 +215,8 @@ class Losses:
                         self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):
                         self._state.nodes[event.rank].connection.see(event, self._clock.now())
+                        if event.state in _ENDED:  # it takes no command any more, though its other threads may run
+                            self.connection_ended(event.rank, "the main thread of its process has ended (pthread_exit)")
                 if died:
                     self.launcher, self.launcher_died = None, died
                     for node in self._state.nodes:
@@ -280,3 +286,8 @@ class Losses:
         if self._asker != threading.get_ident():  # else a finalizer, or a handler, closes in the middle of it
             with self._asking:
                 pass
+
+
+def _function_of(seen: Sight | None) -> int:
+    """Returns the number of the command whose function has ended the main thread of its node; -1: none has."""
+    return seen.seq if seen is not None and seen.state in _ENDED and seen.kind == FUNCTION else -1

@@ -25,6 +25,10 @@ def crashes() -> None:
     ctypes.string_at(0)
 
 
+def ends_its_thread() -> None:
+    ctypes.CDLL(None).pthread_exit(None)
+
+
 def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -34,9 +38,9 @@ FUNCTIONS = [(leaves, "exit code 3"), (crashes, "killed by SIGSEGV"), (is_killed
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """A session with a node for each test to lose."""
-    with dt.init_master_worker(nodes=7, threads=1):
-        probe(6)  # connections are made at first use: have them before the tests look for leaks
+    """A session with a node for each test to lose, and one that stays."""
+    with dt.init_master_worker(nodes=8, threads=1):
+        probe(7)  # connections are made at first use: have them before the tests look for leaks
         yield
 
 
@@ -59,7 +63,7 @@ def test_a_function_that_ends_its_node(node: int) -> None:
     function, end = FUNCTIONS[node]
     x = torch.ones(3, device=f"node:{node}")
     x *= 2
-    with aftermath(6), within(1.0), pytest.raises(dt.NodeLost) as caught:
+    with aftermath(7), within(1.0), pytest.raises(dt.NodeLost) as caught:
         dt.run(function, node=node)
     error, name = caught.value, function.__name__
     line = issued(test_a_function_that_ends_its_node, 7)
@@ -105,3 +109,15 @@ def test_a_node_that_had_nothing_to_do() -> None:
         dt.synchronize(5)
     assert caught.value.cause == "killed by SIGKILL"
     assert all(text.endswith(" (done)") for text in caught.value.commands)
+
+
+def test_a_function_that_ends_the_main_thread() -> None:
+    """The process goes on with its other threads, and does nothing of what it is sent."""
+    work = dt.submit(ends_its_thread, node=6)
+    while dt.nodes()[6]["alive"]:
+        dt.seeing.status()
+    with pytest.raises(dt.NodeLost) as caught:
+        work.result()
+    line = issued(test_a_function_that_ends_the_main_thread, 2)
+    cause = "the main thread of its process has ended (pthread_exit) while it ran ends_its_thread()"
+    assert caught.value.cause == f"{cause}, issued at {line}"

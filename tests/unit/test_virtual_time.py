@@ -17,7 +17,7 @@ from fake_hub import HELLO, FakeHub
 from sources import product, refuse
 from virtual_time import VirtualClock
 
-from disttensor.runtime.host.launcher import Launcher
+from disttensor.runtime.host.launcher import Exited, Launcher, Sight
 from disttensor.runtime.host.silence import Silence
 from disttensor.runtime.launch.tree import agent as agents
 from disttensor.runtime.launch.tree.agent import EX_ROOT_GONE, Agent, agent_hello
@@ -33,6 +33,7 @@ from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
 from disttensor.runtime.process.own_time import Unheard
+from disttensor.runtime.process.page import FUNCTION, NOBODY
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.shared.objects import Objects
@@ -170,6 +171,31 @@ def test_a_node_whose_launcher_says_nothing_is_lost_by_the_end_of_its_connection
     launcher.stop(0)
     assert [(error.rank, error.cause) for error in losses.errors] == [(1, "its connection ended")]
     assert EXIT_CAUSE_TIMEOUT <= clock.now() - began < EXIT_CAUSE_TIMEOUT + 0.1
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_a_node_whose_main_thread_has_ended_is_lost(state: LinkState, clock: VirtualClock, explained: bool) -> None:
+    """A process of which other threads are left is a zombie for good; another one until its launcher has its cause."""
+
+    class Looks(SilentLauncher):
+        def events(self) -> Sequence[object]:  # type: ignore[override]
+            found, self.found = self.found, []
+            return found
+
+        def end_worker(self, rank: int) -> None: ...
+
+    launcher, began = Looks(), clock.now()
+    losses = Losses(state, Requests(state), SideChannels(clock), launcher, lambda error: None)
+    launcher.found = [Sight(1, "Z", False, 0, FUNCTION, NOBODY, 9.0, 0.0, 0, "")]
+    losses.ask_launcher()
+    assert (list(losses.unexplained), losses.errors) == ([1], [])
+    if explained:
+        launcher.found = [Exited(1, 5, "exit code 3", 3, ())]
+    losses.explain()
+    launcher.stop(0)
+    (error,) = losses.errors
+    assert error.cause == ("exit code 3" if explained else "the main thread of its process has ended (pthread_exit)")
+    assert explained == (clock.now() - began < EXIT_CAUSE_TIMEOUT)
 
 
 def test_the_service_looks_for_connections_that_do_not_answer(hub: FakeHub, clock: VirtualClock) -> None:
