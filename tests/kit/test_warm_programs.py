@@ -264,6 +264,14 @@ def test_several_threads_start_programs() -> None:
     assert sorted(found) == [f"{k} {os.getpid()}\n" for k in range(8)]
 
 
+def test_a_program_leaves_no_zygote_to_whoever_adopts() -> None:
+    with orphans.adopting():
+        subprocess.run([sys.executable, "-c", "pass"], check=True)  # this process has a zygote for it from now on
+        before = orphans._children()
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        assert orphans._children() <= before
+
+
 @pytest.mark.parametrize("when", ["meanwhile", "later"])
 def test_an_orphan_that_comes_here_is_waited_for(when: str) -> None:
     """As a zygote does whose program ends while another program is started: it stayed a zombie of the test process."""

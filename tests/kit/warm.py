@@ -12,7 +12,7 @@ imported anew. What differs: /proc/PID/cmdline and environ are the zygote's, and
 test of these things is `cold` (a marker of conftest.py); and whatever `_fits` does not know is started as ever.
 
 A program's end is its own, too: its threads are awaited, atexit's functions run, what it has imported and made is torn
-down, and so are the libraries that it has loaded. What the zygote has brought is left as it is, modules and libraries,
+down, and so are the libraries that it has loaded. What the zygote has brought is left: modules, finalizers, libraries,
 as it would take a fifth of a second of CPU to take it apart. A test about ends is marked `whole_ends`: there all goes.
 
 What was tried and does not work: forking from the pytest process itself (it has threads); a single zygote for all (a
@@ -40,6 +40,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,6 +107,7 @@ class Zygote:
         """Returns when this child has ended; what it has started goes on."""
         self.close()
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # the number is a child's still
             os.kill(self.pid, signal.SIGKILL)  # a fork of this process may still hold the socket
             os.waitpid(self.pid, 0)
 
@@ -137,6 +139,13 @@ def install() -> None:
 def _close() -> None:
     for zygote in _state.zygotes.values():
         zygote.close()
+
+
+def _end() -> None:
+    """Ends a program's zygotes with it. One that were left would be somebody's orphan, and stay a zombie of whoever
+    starts a program just then (orphans.py)."""
+    for zygote in _state.zygotes.values():
+        zygote.end()
 
 
 @contextlib.contextmanager
@@ -425,7 +434,7 @@ def _split(request: dict[str, Any]) -> socket.socket | None:
         return theirs
     theirs.close()
     _state.zygotes[_key(request["environ"])] = Zygote(ours, pid)
-    atexit.register(_close)
+    atexit.register(_end)
     subprocess.Popen._execute_child = _warm  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=ours.close)
     return None
@@ -558,6 +567,9 @@ def _main(fd: int) -> None:
     x = torch.empty(2, 2, device="meta")
     torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
     brought += _third_party()
+    finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for each in finalizers:  # torch's of its operators
+        each.atexit = False
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -569,7 +581,10 @@ def _main(fd: int) -> None:
         _settle(request, fds, sock)
         arguments = request["program"]["arguments"]
         sock = None if arguments[:1] and arguments[0] in _LEAVES else _split(request)
-    if not request["whole"]:
+    if request["whole"]:
+        for each in finalizers:
+            each.atexit = True
+    else:
         _leave_libraries()
     _signals(request)
     _streams()
