@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 
-from ..runtime.host.job_sockets import NO_SOCKET, JobAnswer, JobRequest, NotOurs
+from ..runtime.host.job_sockets import NO_SOCKET, JobAnswer, JobRequest
 from ..runtime.host.job_window import JobWindow
+from ..runtime.host.socket_folder import NotOurs
 from ..session.session import Session
 
 _log = logging.getLogger("disttensor")

@@ -8,16 +8,15 @@ Whose a socket is, the kernel says of each connection, to both ends; the folder 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import stat
 import struct
 import time
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from .socket_folder import living_sockets
 
 #: The variable that leaves the socket out.
 NO_SOCKET = "DISTTENSOR_NO_SOCKET"
@@ -28,8 +27,6 @@ PATIENCE = 5.0
 
 #: Seconds between two tries to connect where many do.
 _AGAIN = 0.02
-#: Where a user without a folder of its own has one: all of its processes have to agree, so TMPDIR does not count.
-_TMP = "/tmp"
 _PEER = struct.Struct("3i")  # pid, uid and gid of a peer, as the kernel tells them
 
 
@@ -113,10 +110,6 @@ class JobSocketError(Exception):
     """A job's socket that can't be used: the job is gone, does not answer, or is not this user's."""
 
 
-class NotOurs(OSError):
-    """A folder for sockets that somebody else has made, or can get at."""
-
-
 class FoundJob(NamedTuple):
     """A job of this user on this host, by its socket."""
 
@@ -124,77 +117,12 @@ class FoundJob(NamedTuple):
     path: str
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
-
-
-def folders() -> list[str]:
-    """Returns the folders where sockets of this user's jobs may be, whether they are there or not; the best first."""
-    found = [f"{_TMP}/disttensor-{os.getuid()}"]
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime):
-        with contextlib.suppress(OSError):
-            if os.stat(runtime).st_uid == os.getuid():  # after su it may be that of another user
-                found.insert(0, os.path.join(runtime, "disttensor"))
-    return found
-
-
-def check_folder(folder: str) -> None:
-    """Raises NotOurs for a folder that is not this user's alone, FileNotFoundError for none."""
-    found = os.lstat(folder)
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        raise NotOurs(f"{folder} is not a folder")
-    if found.st_uid != os.getuid():
-        raise NotOurs(f"{folder} is that of user {found.st_uid}, and this process is user {os.getuid()}'s")
-    if found.st_mode & 0o077:
-        raise NotOurs(f"others may use {folder}: its mode is {stat.S_IMODE(found.st_mode):o}, and has to be 700")
-
-
-def make_folder() -> str:
-    """Makes the folder for sockets, unless it is there, and returns it. Raises OSError, and NotOurs for one that is not
-    this user's alone."""
-    failed: OSError | None = None
-    for folder in folders():
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-            check_folder(folder)
-        except NotOurs:
-            raise
-        except OSError as e:
-            failed = failed or e
-        else:
-            return folder
-    raise failed or OSError("there is no folder for sockets")
-
-
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
 def find_jobs() -> list[FoundJob]:
     """Returns the jobs of this user on this host, by pid, and removes the sockets of those that have ended."""
-    found = []
-    for folder in folders():
-        with contextlib.suppress(OSError):
-            check_folder(folder)
-            for path in Path(folder).glob("*.sock"):
-                if path.stem.isdecimal() and not remove_dead(str(path)):
-                    found.append(FoundJob(int(path.stem), str(path)))
-    return sorted(found)
-
-
-def remove_dead(path: str) -> bool:
-    """Removes a socket at which nobody listens any more; returns whether there is none now."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            return True
-        except BlockingIOError:  # it has no room for one more, and so lives
-            return False
-    return False
+    return sorted(FoundJob(int(path.stem), str(path)) for path in living_sockets())
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from .job_sockets import MOST_REQUEST, JobAnswer, JobRequest, Refusal, make_folder, may_ask, peer_of, remove_dead
+from .job_sockets import MOST_REQUEST, JobAnswer, JobRequest, Refusal, may_ask, peer_of
+from .socket_folder import bind_in_folder, remove_folder
 
 #: The most connections at once; further ones are ended at once.
 MOST = 16
@@ -53,13 +54,11 @@ class JobWindow:
 
     def open(self, answer: Callable[[JobRequest], JobAnswer]) -> None:
         """Makes the socket, and the thread that answers there. Raises OSError, NotOurs for a folder of others."""
-        path = os.path.join(make_folder(), f"{os.getpid()}.sock")
-        if not remove_dead(path):
-            raise OSError(f"{path} is another job's, in another space of process numbers")
+        path = ""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that it never has another mode
-            listener.bind(path)
+            path = bind_in_folder(listener, f"{os.getpid()}.sock")
             listener.listen(MOST)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             self._socket, self._path, self._answer = listener, path, answer
@@ -70,8 +69,8 @@ class JobWindow:
             if self._wake >= 0:
                 os.close(self._wake)
                 self._socket, self._wake = None, -1
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            if path:
+                _remove(path)
             raise
         self._thread = thread
 
@@ -79,8 +78,7 @@ class JobWindow:
         """Removes the socket and ends the thread. Calling it twice is fine."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            _remove(self._path)
             os.eventfd_write(self._wake, 1)
             thread.join(_LAST)
 
@@ -177,3 +175,10 @@ class JobWindow:
             return self._answer(request)
         except Exception as e:  # whatever it is: the script goes on, and who asks is told
             return Refusal(f"{type(e).__name__}: {e}")
+
+
+def _remove(path: str) -> None:
+    """Removes a socket's name, and the folder, if it was the last one there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    remove_folder(os.path.dirname(path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disttensor.runtime.host import job_sockets
+from disttensor.runtime.host import socket_folder
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def job_folder() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = Path(tempfile.mkdtemp(prefix="see-"))
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        patch.setattr(job_sockets, "_TMP", str(folder))
+        patch.setattr(socket_folder, "_TMP", str(folder))
         try:
             yield folder
         finally:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import select
 import socket
 import stat
 import subprocess
@@ -23,9 +24,11 @@ from other_user import UID, as_other_user, why_not
 
 import disttensor as dt
 from disttensor.cli.command import main
-from disttensor.runtime.host import job_sockets, job_window
-from disttensor.runtime.host.job_sockets import FoundJob, JobRequest, JobSocketError, Killed, NotOurs, Refusal, ask
+from disttensor.runtime.host import job_sockets, job_window, socket_folder
+from disttensor.runtime.host.job_sockets import FoundJob, JobRequest, JobSocketError, Killed, Refusal, ask
 from disttensor.runtime.host.job_window import JobWindow
+from disttensor.runtime.host.socket_folder import NotOurs
+from disttensor.runtime.process.lifetime import process_stat
 
 asked: list[JobRequest] = []
 
@@ -166,6 +169,44 @@ def test_sockets_of_dead_jobs_are_removed(runtime: Path) -> None:
         ask(FoundJob(4711, str(path)), JobRequest("status"))
 
 
+#: Waits to be killed; says which node it has.
+WORKS = """
+import disttensor as dt
+dt.init_master_worker(nodes=1, threads=1)
+print(dt.nodes()[0]["pid"], flush=True)
+input()
+"""
+
+
+def test_a_killed_script_leaves_no_socket(runtime: Path) -> None:
+    """Its fork server removes that, and the folder if no other job's socket is there."""
+    with subprocess.Popen([sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
+        server = int(process_stat(int(script.stdout.readline()))[1])  # type: ignore[union-attr]
+        assert [each.pid for each in job_sockets.find_jobs()] == [script.pid]
+        pidfd = os.pidfd_open(server)
+        script.kill()
+        assert select.select([pidfd], [], [], HANG)[0]
+        os.close(pidfd)
+    assert not (runtime / "disttensor").exists()
+
+
+def test_a_folder_that_goes_meanwhile_is_made_anew(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_folder() -> str:
+        made.append(make())
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    made, make = list[str](), socket_folder.make_folder
+    monkeypatch.setattr(socket_folder, "make_folder", make_folder)
+    window = JobWindow()
+    window.open(answer)
+    assert [each.pid for each in job_sockets.find_jobs()] == [os.getpid()]
+    window.close()
+    assert len(made) == 2
+    assert not (runtime / "disttensor").exists()
+
+
 def test_a_living_socket_of_this_number_is_left_alone(window: FoundJob) -> None:
     second = JobWindow()
     with pytest.raises(OSError, match="is another job's"):
@@ -229,10 +270,10 @@ def test_a_runtime_folder_that_is_missing_or_another_users_is_not_used(
     """As after su, which may leave the variable as it was."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime / "missing"))
     mine = str(runtime / f"disttensor-{os.getuid()}")
-    assert job_sockets.folders() == [mine]
-    assert job_sockets.make_folder() == mine
+    assert socket_folder.folders() == [mine]
+    assert socket_folder.make_folder() == mine
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
-    assert job_sockets.folders() == [mine]
+    assert socket_folder.folders() == [mine]
 
 
 #: Connects, and says what comes.
@@ -258,7 +299,7 @@ def test_one_that_cannot_be_opened_leaves_nothing(runtime: Path, monkeypatch: py
     with pytest.raises(RuntimeError, match="new thread"):
         window.open(lambda request: Killed(()))
     assert os.listdir("/proc/self/fd") == before
-    assert list((runtime / "disttensor").iterdir()) == []
+    assert not (runtime / "disttensor").exists()
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -319,7 +360,7 @@ def test_a_job_runs_without_a_socket_and_says_why_once(
         (runtime / "disttensor").mkdir()
         (runtime / "disttensor").chmod(mode)
     else:
-        monkeypatch.setattr(job_sockets.os, "mkdir", no_room)
+        monkeypatch.setattr(socket_folder.os, "mkdir", no_room)
     with dt.init_master_worker(nodes=1, launcher="inproc"):
         assert torch.ones(3, device="node:0").sum().item() == 3
     (record,) = (each for each in caplog.records if "don't see this job" in each.getMessage())

@@ -194,9 +194,14 @@ class Terminal:
 
     def end(self) -> int:
         """The exit code, once it has ended, and the terminal is as it was."""
-        code = self.process.wait(HANG)
-        while select.select([self._ours], [], [], 0)[0]:
-            self.raw += os.read(self._ours, 1 << 16)
+        pidfd = os.pidfd_open(self.process.pid)
+        while ready := select.select([self._ours, pidfd], [], [], HANG)[0]:
+            if self._ours in ready:  # first, and until all is there: who draws waits for room
+                self.raw += os.read(self._ours, 1 << 16)
+            else:
+                break
+        os.close(pidfd)
+        code = self.process.wait(0)
         assert termios.tcgetattr(self.fd) == self.before
         assert self.raw.count(_ENTER.encode()) == self.raw.count(_LEAVE.encode()) == 1
         return code

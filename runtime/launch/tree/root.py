@@ -26,6 +26,7 @@ import msgspec
 from ...host import descriptors, versions
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
+from ...host.socket_folder import living_sockets
 from ...process.clock import CLOCK, Clock
 from ...process.lifetime import adopt_orphans, die_with_parent, end_children, name_process
 from ...process.own_time import Unheard
@@ -463,4 +464,5 @@ def serve(control: int, parent: int) -> int:
     except ProtocolError as e:
         print(f"disttensor: the root ends, as what came was not its master's: {e}", file=sys.stderr)
         return os.EX_PROTOCOL
+    living_sockets()  # the script's own is left where that was killed
     return 0

@@ -31,6 +31,7 @@ from functools import partial
 from ...host import descriptors
 from ...host.memory_limit import MemoryKills, resident
 from ...host.output_options import Output
+from ...host.socket_folder import living_sockets
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children, process_stat
 from ...process.page import Page
 from ...protocol.bundle import Bundle, names_from_text, write_bundle
@@ -442,6 +443,7 @@ def serve(control: int, parent: int) -> int:
         wire.send_message(LaunchFailed(f"what came was not an order of this version's: {e}"))
         wire.push(1.0)
         return os.EX_PROTOCOL
+    living_sockets()  # the script's own is left where that was killed
     return 0
 
 
