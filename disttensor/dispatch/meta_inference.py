@@ -6,7 +6,6 @@ that are missing or wrong (one per signature).
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
 from collections.abc import Callable
@@ -271,19 +270,22 @@ _once, _warmed, _failed = threading.Lock(), threading.Event(), list[BaseExceptio
 
 
 def _warm(then: Callable[[], None], stop: threading.Event, over: threading.Event) -> None:
+    cause: Exception | None = None
     try:
         with _once, no_collection():  # imports make no garbage, and take a third less time without collections
             for name in _PARTS:
                 if stop.is_set() or _warmed.is_set():
                     return
-                with contextlib.suppress(Exception):  # what torch cannot do without it says itself, below
+                try:
                     importlib.import_module(name)
+                except Exception as e:  # torch may do without it; if not, what it says below is of an import half done
+                    cause = cause or e
             try:
                 x = torch.empty(2, 2, device="meta")
                 torch.ops.aten.mul.Tensor(torch.ops.aten.mm.default(x, x), 2.0)
                 then()
             except BaseException as e:
-                _failed.append(e)
+                _failed.append(cause or e)
             _warmed.set()
     finally:
         over.set()

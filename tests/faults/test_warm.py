@@ -41,3 +41,19 @@ def test_ctrl_c_while_torch_is_told_of_the_device(script: Script) -> None:
     """Which is not broken off."""
     done = script(TELLING)
     assert (done.stdout, done.returncode) == ("['told', 'interrupted']\n", 0), done.stderr
+
+
+@pytest.mark.cold
+def test_what_an_import_of_torchs_fails_by_is_the_error(script: Script) -> None:
+    """And not what torch says of the half that was imported: here no file can be written."""
+    done = script("""
+import resource
+from disttensor.dispatch import meta_inference as infer
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    infer.warm(lambda: None)
+except Exception as e:
+    print(type(e).__name__, e)
+""")
+    assert done.stdout.startswith("FileNotFoundError [Errno 2] No usable temporary directory found"), done.stderr
