@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import ROOT
@@ -21,6 +22,21 @@ def test_each_mutant_has_its_code_in_the_product() -> None:
                 product.find(edit)
             except ValueError as error:
                 gone.append(f"tests/mutants/{mutant.name}.txt: {error}")
+    assert not gone, "\n".join(gone)
+
+
+def test_each_test_that_a_mutant_names_is_there() -> None:
+    """Its parameters are looked for by `make mutants`, which takes all of them or none."""
+    gone = []
+    for mutant in read_all(ROOT):
+        for test in mutant.red:
+            path, *names = test.partition("[")[0].split("::")
+            within: Any = source(ROOT / path).tree if (ROOT / path).is_file() else None
+            for name in names:
+                found = (node for node in getattr(within, "body", ()) if getattr(node, "name", "") == name)
+                within = next(found, None)
+            if within is None:
+                gone.append(f"tests/mutants/{mutant.name}.txt: {test}")
     assert not gone, "\n".join(gone)
 
 
