@@ -11,9 +11,11 @@ import faulthandler
 import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +47,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # What hypothesis remembers of Unicode lies with pytest's own cache, not in a folder more.
 set_hypothesis_home_dir(ROOT / ".pytest_cache" / "hypothesis")
+
+# Sessions that lose nodes write flight records: here, and not where the user's are.
+FLIGHTS = tempfile.mkdtemp(prefix="flights-")
+os.environ["DISTTENSOR_FLIGHT"] = FLIGHTS
 
 # Triton's bindings (of torch 2.15's builds for CUDA) tell of leaks at the end of who is forked with them.
 LEAKY = torch.__version__ >= (2, 15) and find_spec("triton") is not None
@@ -145,6 +151,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The end of the program waits for threads, too."""
+    shutil.rmtree(FLIGHTS, ignore_errors=True)
     if hasattr(config, "workerinput"):
         return  # a process of xdist's, which waits for the others at its end
     faulthandler.dump_traceback_later(HANGS, exit=True, file=sys.__stderr__)

@@ -143,13 +143,17 @@ def _stack(options: argparse.Namespace) -> int:
     spy = shutil.which("py-spy") if options.native else ""
     if spy is None:
         raise NotDone("--native needs py-spy: pip install py-spy")
-    found = answer(find(options.job), JobRequest("stack", options.nodes), StackAnswer)
+    found = answer(find(options.job), JobRequest("stack", options.nodes, record=options.json), StackAnswer)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return 0
     blocks = []
     for it in found.processes:
         text = it.text
         if spy and it.pid:
             text = _native(spy, it.pid) if it.is_here else f"--native is for processes of this host, not of {it.host}"
-        blocks.append(f"{it.title}\n\n{text}\n" if text else f"{it.title}\n")
+        last = f"last messages:\n{it.messages}" if it.messages else ""
+        blocks.append("\n\n".join(filter(None, (it.title, text, last))) + "\n")
     print("\n".join(blocks), end="")
     return 0
 
@@ -253,7 +257,9 @@ def _parser() -> Parser:
         if name in ("stack", "logs", "kill"):
             command.add_argument("-n", "--nodes", type=_ranks, default=(), metavar="1,3-5", help="only these nodes")
     commands.choices["status"].add_argument("--json", action="store_true", help="print all of it as JSON")
-    commands.choices["stack"].add_argument(
+    how = commands.choices["stack"].add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print them as JSON, with the whole flight record")
+    how.add_argument(
         "--native", action="store_true", help="with the frames of C code, by py-spy, where that is installed"
     )
     commands.choices["logs"].add_argument("-f", "--follow", action="store_true", help="go on with what is printed next")

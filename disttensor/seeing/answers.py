@@ -9,7 +9,8 @@ import os
 import socket
 import sys
 import time
-from typing import assert_never
+from collections.abc import Sequence
+from typing import Any, assert_never
 
 import msgspec
 
@@ -25,13 +26,16 @@ from ..runtime.host.job_sockets import (
     StackAnswer,
     StatusAnswer,
 )
+from ..runtime.master.node import Node
 from ..session.session import Session
+from .flight import await_records, lines_of, recall, record_of
 from .reading import status
 from .stacks import node_stacks, script_stack
 from .status import JobStatus, NodeStatus, ScriptStatus, of, phrase
 
-#: Seconds that an answer waits for nodes to describe themselves; and for what the launcher keeps of their output.
-NODES, OUTPUT = 0.3, 3.0
+#: Seconds that an answer waits for nodes to describe themselves; for what the launcher keeps of their output; and for
+#: their flight records.
+NODES, OUTPUT, RECORDS = 0.3, 3.0, 1.0
 #: The rank by which the script is meant.
 SCRIPT = -1
 
@@ -80,6 +84,8 @@ class JobAnswers:
         ranks = request.nodes or (SCRIPT, *range(len(session.nodes)))
         nodes = [session.nodes[rank] for rank in ranks if rank != SCRIPT]
         texts = node_stacks(session, nodes) if nodes else {}
+        record = self._record(nodes) if nodes else {"nodes": []}
+        lines = {it["rank"]: lines_of(it, time.time()) for it in record["nodes"]}
         it, here = status(timeout=0), socket.gethostname()
         rows = {row.rank: row for row in it.nodes}
         found = []
@@ -89,8 +95,16 @@ class JobAnswers:
                 found.append(ProcessStack(rank, here, it.script.pid, True, title, script_stack()))
             else:
                 row = rows[rank]
-                found.append(ProcessStack(rank, row.host, row.pid, row.host == here, _title(row), texts[rank]))
-        return StackAnswer(tuple(found))
+                it_is_here, last = row.host == here, lines.get(rank, "")
+                found.append(ProcessStack(rank, row.host, row.pid, it_is_here, _title(row), texts[rank], last))
+        whole = msgspec.json.encode(record) if request.record else b"null"
+        return StackAnswer(tuple(found), msgspec.Raw(whole))
+
+    def _record(self, nodes: Sequence[Node]) -> dict[str, Any]:
+        """Returns the flight record of nodes, as of now."""
+        asked = recall(self._session, nodes)
+        await_records(self._session, nodes, asked, RECORDS)
+        return record_of(self._session, "`dtrun stack` asks for it", [node.rank for node in nodes])
 
     def _output(self, request: JobRequest) -> JobAnswer:
         launcher = self._session.launcher

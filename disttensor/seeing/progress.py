@@ -93,7 +93,8 @@ class WaitsShown:
         if self._line is not None:
             self._line.show(self._text(held, row, seconds), held.lasts)
         if still := self._stall.look(now, held.began, mark, used):
-            warn_of_stall(still, self._words_of_wait(held, seconds), held.node, rows, queues_of(self._session))
+            queues, wait = queues_of(self._session), self._words_of_wait(held, seconds)
+            warn_of_stall(still, wait, held.node, rows, queues, self._session.flight)
 
     def _what_holds(self) -> _Held | None:
         under_way = self._session.link.waiting.under_way

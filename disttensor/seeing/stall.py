@@ -44,10 +44,17 @@ class Stall:
 
 
 def warn_of_stall(
-    seconds: float, wait: str, first: int | None, rows: Sequence[NodeStatus], queues: Sequence[QueueStatus]
+    seconds: float,
+    wait: str,
+    first: int | None,
+    rows: Sequence[NodeStatus],
+    queues: Sequence[QueueStatus],
+    record: str = "",
 ) -> None:
-    """Logs who waits for whom. ``wait``: what the script waits for, in words; ``first``: the node that it waits for."""
-    _log.warning("%s", "\n".join(_lines(seconds, wait, first, rows, queues)))
+    """Logs who waits for whom. ``wait``: what the script waits for, in words; ``first``: the node that it waits for;
+    ``record``: the file of the flight record, if there is one."""
+    found = _lines(seconds, wait, first, rows, queues)
+    _log.warning("%s", "\n".join([*found, f"  flight record: {record}"] if record else found))
 
 
 def _lines(

@@ -252,17 +252,17 @@ class JobStatus:
         found: list[tuple[str, Sequence[str], list[Sequence[str]]]] = [
             ("", _NODES + _GPUS if has_gpus else _NODES, cells),
             ("the script is at", _UNDERTAKINGS, [
-                (it.what, _time(it.seconds), it.line) for it in self.script.undertakings
+                (it.what, duration(it.seconds), it.line) for it in self.script.undertakings
             ]),
             ("large transfers", _COPIES, [*map(_copy, self.copies)]),
             ("transfers", _TRANSFERS, [*map(_transfer, self.transfers)]),
-            ("compiles", _COMPILES, [(f"{it.node}", f"{it.programs}", _time(it.seconds)) for it in self.compiles]),
+            ("compiles", _COMPILES, [(f"{it.node}", f"{it.programs}", duration(it.seconds)) for it in self.compiles]),
             ("queues", _QUEUES, [
                 (f"{it.kind} {it.name}".rstrip(), f"{it.items}", f"{it.taking}", f"{it.putting}") for it in self.queues
             ]),
             ("actors", _ACTORS, [(it.name, f"{it.node}", f"{it.calls}") for it in self.actors]),
             ("costliest waits of the script", _LINES, [
-                (it.line, it.code, f"{it.waits:,}", _time(it.seconds)) for it in self.lines
+                (it.line, it.code, f"{it.waits:,}", duration(it.seconds)) for it in self.lines
             ]),
             ("last lines of output", _SAID, said[:SAID]),
         ]  # fmt: skip
@@ -305,7 +305,8 @@ def _waits(waits: Sequence[ScriptWait]) -> str:
         return "waits for no node"
     it, more = waits[0], len(waits) - 1
     at = f" at {it.line}: {it.code}" if it.line else ""
-    return f"waits for node {it.node} since {_time(it.seconds)}{at}" + (f" (and {more} other threads)" if more else "")
+    others = f" (and {more} other threads)" if more else ""
+    return f"waits for node {it.node} since {duration(it.seconds)}{at}{others}"
 
 
 def _mesh(it: MeshStatus) -> Sequence[str]:
@@ -320,7 +321,7 @@ def _figures(it: NodeStatus | MeshStatus) -> Sequence[str]:
     busy = [gpu.busy for gpu in it.gpus if gpu.busy is not None]
     used, total = sum(gpu.used for gpu in it.gpus), sum(gpu.total for gpu in it.gpus)
     return (
-        f"{it.behind:,}" + (f" ({_time(it.oldest)})" if it.oldest >= OLD else ""),
+        f"{it.behind:,}" + (f" ({duration(it.oldest)})" if it.oldest >= OLD else ""),
         _percent(it.cpu),
         _size(it.rss),
         _size(it.peak_rss),
@@ -349,7 +350,7 @@ def phrase(it: NodeStatus) -> str:
     elif it.what:
         text += f" {it.what}" if it.state == "running" else f" in {it.what}"
     if it.seconds >= OLD:
-        text += f" {_time(it.seconds)}"
+        text += f" {duration(it.seconds)}"
     return f"{text}: {it.note}" if it.note else text
 
 
@@ -361,19 +362,19 @@ def of(rank: int) -> str:
 def _transfer(it: TransferStatus) -> Sequence[str]:
     rate = f"{size(int(it.rate))}/s" if it.rate else "-"
     return (
-        it.source, it.target, it.channel, it.use, f"{it.under_way}", _time(it.seconds), f"{it.begun:,}",
+        it.source, it.target, it.channel, it.use, f"{it.under_way}", duration(it.seconds), f"{it.begun:,}",
         size(it.bytes), rate,
     )  # fmt: skip
 
 
 def _copy(it: CopyStatus) -> Sequence[str]:
     return (
-        it.source, it.target, it.channel, it.use, _size(it.done), size(it.bytes), _time(it.seconds),
-        "-" if it.rate is None else f"{size(int(it.rate))}/s", "-" if it.left is None else _time(it.left), it.line,
+        it.source, it.target, it.channel, it.use, _size(it.done), size(it.bytes), duration(it.seconds),
+        "-" if it.rate is None else f"{size(int(it.rate))}/s", "-" if it.left is None else duration(it.left), it.line,
     )  # fmt: skip
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Returns a time: to a tenth of a second, from a minute on in minutes."""
     if not math.isfinite(seconds):
         return "-"

@@ -111,6 +111,8 @@ class Session:
         self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []
+        self.ends = contextlib.ExitStack()  #: what is done at the end while the nodes are there
+        self.flight = ""  #: the last flight record of a long wait or a loss (seeing/flight.py)
         self.changes = contextlib.ExitStack()  #: changes of this process that are undone at the end
         self._default_dtype = torch.float32
         self.transfers = Transfers(self.link, self.router, questions.failure, questions.sync, counted)

@@ -296,7 +296,8 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
             thread = threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True)
             thread.start()
             session.threads.append(thread)
-    from ..seeing.progress import show_waits  # not before a session: who imports disttensor may want none
+    from ..seeing.flight import record_flights  # not before a session: who imports disttensor may want none
+    from ..seeing.progress import show_waits
 
     show_waits(session)
     meet(session, range(count), settings.spec.timeout)
@@ -304,6 +305,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     if settings.blocking:
         for node in session.nodes:
             node.outbox.block()
+    record_flights(session, os.environ)
     return session
 
 
@@ -519,6 +521,10 @@ def _end_session(report: bool, timeout: float | None = None) -> None:
     try:
         late_warnings.show_warnings(everything=True)
     except Warning as e:  # which a filter makes an error
+        error = error or e
+    try:
+        session.ends.close()
+    except BaseException as e:  # Ctrl-C
         error = error or e
     selfcheck.end_comparing()
     current.set_session(None)

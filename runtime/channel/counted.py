@@ -1,7 +1,8 @@
 """A data channel that wraps another one and counts its transfers: calls, bytes and seconds, by peer and direction.
 
-Counting is for everybody and always on, so it costs well under a microsecond a transfer: no callback for a transfer
-that has ended when it has begun (small sends), one otherwise.
+Counting is for everybody and always on, so it costs about a microsecond a transfer: no callback for a transfer that has
+ended when it has begun (small sends), one otherwise. The flight record (process/flight.py) has each transfer that has
+ended, but for those of collectives: these have a record of their own.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..process import page
+from ..process.flight import COUNT, SENDING
 from ..process.observing import Seam, TransferDone
+from ..process.page import RECEIVE
 from .base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
 
 #: The number, in place of a peer's, of collectives that the channel does itself.
 GROUP = -2
 #: The bytes from which on a transfer is known by itself while it is under way, and not only as one more.
 LARGE = 1 << 20
+
+#: The most that the number of a transfer is in the flight record.
+_NUMBER = (1 << 63) - 1
 
 #: Calls, bytes, seconds.
 Figures: TypeAlias = tuple[int, int, float]
@@ -132,6 +139,7 @@ class CountedChannel(DataChannel):
         self._sent, self._received = _Tallies(), _Tallies()
         #: (peer, sent, number) -> (bytes, when it began, itself), of large transfers under way
         self._large: dict[tuple[int, bool, int], tuple[int, float, Transfer]] = {}
+        self._recorded = use == "transfers"  #: whether the flight record has its transfers
         self._forgotten: dict[int, str] = {}  #: why peers are lost, for channels that do not keep it
 
     def __repr__(self) -> str:
@@ -142,10 +150,12 @@ class CountedChannel(DataChannel):
         sending = self.inner.isend(tensor, peer, transfer)
         if sending.is_completed():
             self._sent[peer].add(tensor.nbytes, start)
+            if self._recorded:
+                _record(peer, SENDING, transfer, tensor.nbytes, start)
         else:
             tally = self._sent[peer]
             tally.begin_transfer(tensor.nbytes, start)
-            sending.add_background_callback(tally.end_transfer)
+            sending.add_background_callback(self._ending(tally, peer, SENDING, transfer, tensor.nbytes, start))
             if tensor.nbytes >= LARGE:
                 self._note_large((peer, True, transfer), tensor.nbytes, start, sending)
         if self._transferred.listeners:
@@ -157,9 +167,8 @@ class CountedChannel(DataChannel):
         receiving = self.inner.irecv(tensor, peer, transfer)
         tally = self._received[peer]
         tally.begin_transfer(tensor.nbytes, start)
-        receiving.add_background_callback(
-            tally.end_transfer
-        )  # not ``is_completed``: the channel would take that for a caller that waits
+        # not ``is_completed``: the channel would take that for a caller that waits
+        receiving.add_background_callback(self._ending(tally, peer, RECEIVE, transfer, tensor.nbytes, start))
         if tensor.nbytes >= LARGE:
             self._note_large((peer, False, transfer), tensor.nbytes, start, receiving)
         if self._transferred.listeners:
@@ -171,7 +180,7 @@ class CountedChannel(DataChannel):
         arriving = self.inner.iarrive(shape, dtype, peer, transfer)
         tally, nbytes = self._received[peer], math.prod(shape) * dtype.itemsize
         tally.begin_transfer(nbytes, start)
-        arriving.add_background_callback(tally.end_transfer)
+        arriving.add_background_callback(self._ending(tally, peer, RECEIVE, transfer, nbytes, start))
         if nbytes >= LARGE:
             self._note_large((peer, False, transfer), nbytes, start, arriving)
         if self._transferred.listeners:
@@ -200,6 +209,14 @@ class CountedChannel(DataChannel):
         if self._transferred.listeners:
             self._end_reporter(GROUP, True, number, sent, start)()
             self._end_reporter(GROUP, False, number, received, start)()
+
+    def _ending(
+        self, tally: TransferTally, peer: int, kind: int, transfer: int, nbytes: int, start: float
+    ) -> Callable[[], None]:
+        """Returns what counts the end of a transfer, and records it."""
+        if not self._recorded:
+            return tally.end_transfer
+        return partial(_end, tally, peer, kind, transfer, nbytes, start)
 
     def _note_large(self, key: tuple[int, bool, int], nbytes: int, start: float, transfer: Transfer) -> None:
         """Keeps a large transfer until its end."""
@@ -287,6 +304,17 @@ class CountedChannel(DataChannel):
 
     def abort(self) -> None:
         self.inner.abort()
+
+
+def _end(tally: TransferTally, peer: int, kind: int, transfer: int, nbytes: int, start: float) -> None:
+    tally.end_transfer()
+    _record(peer, kind, transfer, nbytes, start)
+
+
+def _record(peer: int, kind: int, transfer: int, nbytes: int, start: float) -> None:
+    """Notes a transfer that has ended in the flight record. ``start``: by perf_counter, whose clock is the record's."""
+    ring = page.mine.ring
+    ring.write(ring.slot(), start, transfer & _NUMBER, nbytes, perf_counter() - start, peer & COUNT, kind)
 
 
 def count(channels: Iterable[DataChannel]) -> tuple[Row, ...]:

@@ -36,6 +36,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what: Literal["summary", "status", "stack", "output", "kill"]
     nodes: tuple[int, ...] = ()  #: none: all
     after: int = 0  #: the number of the last line of output that is known
+    record: bool = False  #: with stacks: the whole flight record as well
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -74,12 +75,14 @@ class ProcessStack(msgspec.Struct, frozen=True):
     is_here: bool  #: it runs on the script's host
     title: str  #: the process, and what it is at
     text: str
+    messages: str = ""  #: the last lines of a node's flight record
 
 
 class StackAnswer(msgspec.Struct, frozen=True, tag=True):
     """The stacks of processes of a job."""
 
     processes: tuple[ProcessStack, ...]
+    record: msgspec.Raw = msgspec.Raw(b"null")  #: the flight record, where it was asked for
 
 
 class OutputLine(msgspec.Struct, frozen=True, array_like=True):

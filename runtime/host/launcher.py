@@ -49,6 +49,7 @@ class Exited:
     host: str = ""  #: the host where it ran; empty: this one
     running: int = -1  #: the number of the command whose function it was running, where the launcher knows that
     beside: tuple[int, ...] = ()  #: those of the functions that ran on its streams
+    flight: bytes = b""  #: its flight record (process/flight.py), where the launcher has it
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Sight:
     lived: float = 0.0  #: seconds since its start
     peak: int = 0  #: the most bytes of memory that it had; 0 where that isn't known
     last_line: str = ""  #: the last line of its output
+    flight: bytes = b""  #: its flight record, as ``recall`` has asked for
 
 
 class ReadLines(NamedTuple):
@@ -180,6 +182,9 @@ class Launcher(ABC):
     def glance(self, rank: int) -> None:
         """Asks for a Sight without the stacks of the worker's threads, which costs the worker nothing."""
         self.look(rank)
+
+    def recall(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
+        """Asks for a Sight without stacks and with the worker's flight record, which costs the worker nothing."""
 
     def end_worker(self, rank: int) -> None:  # noqa: B027 - a launcher that cannot has nothing to do
         """Ends a worker that is lost to the master, at once: its peers may be waiting for its messages.

@@ -84,6 +84,8 @@ class NodeConnection:
         "ended",
         "explained",
         "first",
+        "flight",
+        "flight_at",
         "gone_before",
         "hello",
         "knowing",
@@ -113,6 +115,8 @@ class NodeConnection:
         self.sight: Sight | None = None  #: the last sight with stacks, for who waits: reset by who asks for one
         self.seen: Sight | None = None  #: the last sight
         self.seen_at = -math.inf  #: when that came
+        self.flight = b""  #: the last flight record of its node (process/flight.py)
+        self.flight_at = -math.inf  #: when that came
         self.cpu: float | None = None  #: how many cores it used lately: between two sights, or before the first one
         self._used = 0.0, 0.0  #: the seconds of cores, and since its start, from which that counts
         self.described: side.Described | None = None  #: the last description that the node has given of itself
@@ -142,8 +146,16 @@ class NodeConnection:
         if self.life is Life.AWAITED:
             self.become(Life.THERE)
 
+    def end(self, flight: bytes, at: float) -> None:
+        """Notes that its process has ended, as the launcher told at a time, and has left this flight record."""
+        self.ended = True
+        if flight:
+            self.flight, self.flight_at = flight, at
+
     def see(self, sight: Sight, at: float) -> None:
         """Notes a sight of it that has come at a time."""
+        if sight.flight:
+            self.flight, self.flight_at = sight.flight, at
         used, lived = self._used
         if sight.lived - lived >= COUNTED:
             self.cpu = max(0.0, sight.cpu - used) / (sight.lived - lived)

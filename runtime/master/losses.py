@@ -13,6 +13,7 @@ from typing import Any
 
 from ..host import descriptors
 from ..host.launcher import Exited, Launcher, Sight
+from ..process.flight import LOST
 from ..process.observing import NodeGone
 from ..process.page import FUNCTION
 from ..process.signals import uninterrupted
@@ -49,6 +50,7 @@ class Losses:
         "_to_end",
         "_to_glance",
         "_to_look",
+        "_to_recall",
         "errors",
         "launcher",
         "launcher_died",
@@ -73,6 +75,7 @@ class Losses:
         self._to_end: deque[int] = deque()  #: lost nodes that the launcher is to end
         self._to_look: deque[int] = deque()  #: nodes that the launcher is to look at
         self._to_glance: deque[int] = deque()  #: those whose stacks nobody wants
+        self._to_recall: deque[int] = deque()  #: those whose flight records are wanted
         self._asker = 0  #: the thread that asks the launcher
         self._asking = threading.Lock()  #: held by the thread that asks the launcher; only ``close`` waits for it
 
@@ -118,8 +121,10 @@ class Losses:
             if not state.closed:
                 self._side.lost(rank, cause, node.connection.number, knowing)
             self._on_lost(lost)
+            now, trail = self._clock.now(), node.outbox.trail
+            trail.write(trail.slot(), now, node.outbox.done, 0, 0.0, 0, LOST)
             if state.seam.lost.listeners:
-                state.seam.lost.notify(NodeGone(self._clock.now(), rank, lost))
+                state.seam.lost.notify(NodeGone(now, rank, lost))
 
     def kill(self, rank: int, cause: str) -> None:
         """Ends a node and marks it as lost, whatever it is at: a loss of which the script knows. Raises as ``check``
@@ -202,6 +207,8 @@ class Losses:
                     launcher.look(self._to_look.popleft())
                 while self._to_glance:
                     launcher.glance(self._to_glance.popleft())
+                while self._to_recall:
+                    launcher.recall(self._to_recall.popleft())
                 if timeout:
                     descriptors.wait_readable([launcher], timeout, self._clock)
                 try:
@@ -211,7 +218,7 @@ class Losses:
             with self._state.lock:
                 for event in events:
                     if isinstance(event, Exited):
-                        self._state.nodes[event.rank].connection.ended = True
+                        self._state.nodes[event.rank].connection.end(event.flight, self._clock.now())
                         self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):
                         self._state.nodes[event.rank].connection.see(event, self._clock.now())
@@ -264,6 +271,12 @@ class Losses:
             self._to_glance.append(node.rank)
             self._state.wake.set()
 
+    def recall(self, node: Node) -> None:
+        """Asks for the flight record of a node, from outside."""
+        if self.launcher is not None:
+            self._to_recall.append(node.rank)
+            self._state.wake.set()
+
     @property
     def sees(self) -> bool:
         """Returns whether the launcher can look at nodes."""
@@ -279,6 +292,7 @@ class Losses:
         self._to_end.clear()
         self._to_look.clear()
         self._to_glance.clear()
+        self._to_recall.clear()
         self.launcher = None
 
     def wait_for_asker(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from ..process.flight import SENT, Trail
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
@@ -45,6 +46,7 @@ class Outbox(CommandQueue):
         "pieces",
         "rank",
         "sent",
+        "trail",
         "waiting",
     )
 
@@ -57,6 +59,7 @@ class Outbox(CommandQueue):
         self.sent = 0  #: commands sent, to all of the node's connections; the number of the next one
         self.pieces: deque[Piece] = deque()
         self.waiting = 0
+        self.trail = Trail()  #: the flight record of what was sent to it and heard of it
         self.begin_connection()
 
     def begin_connection(self) -> None:
@@ -181,6 +184,14 @@ class Outbox(CommandQueue):
         """Returns the number of the first command of the oldest message that is ``ready``, and its commands' sites."""
         end, _, sites, _ = self._flight[-len(self.ready)]
         return end - len(sites), sites
+
+    def record_leaving(self, at: float) -> None:
+        """Notes in the flight record that the oldest message that is ``ready`` leaves."""
+        ready, trail = self.ready, self.trail
+        end, _, sites, _ = self._flight[-len(ready)]
+        count, slot = len(sites), trail.slot()
+        trail.lines[slot >> 5] = next(filter(None, sites), None)
+        trail.write(slot, at, end - count, len(ready[0]), 0.0, count, SENT)
 
     def running(self) -> Site | None:
         """Returns the site of the oldest command that the node has not reported, of those that a line issued."""

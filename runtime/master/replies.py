@@ -5,6 +5,7 @@ Hub.drain --> Report --> acknowledge, failures, requests        under the link's
 
 from __future__ import annotations
 
+from ..process.flight import REPORTED
 from ..process.observing import ReportTaken
 from ..process.signals import uninterrupted
 from ..protocol import codec
@@ -57,8 +58,9 @@ class Replies:
                     raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
                 if not report.replies and report.done <= node.outbox.done:
                     raise ProtocolError("a report that says nothing")
+                now, trail = self._state.clock.now(), node.outbox.trail
+                trail.write(trail.slot(), now, report.done, len(message), 0.0, 0, REPORTED)
                 if self._reported.listeners:
-                    now = self._state.clock.now()
                     self._reported.notify(ReportTaken(now, rank, report.done, report.busy, message))
                 for reply in report.replies:
                     self._take_reply(node, reply)

@@ -41,7 +41,9 @@ _log = logging.getLogger("disttensor")
 class Sender:
     """The queues of a link, and their way to the nodes."""
 
-    __slots__ = ("_hub", "_interrupts", "_losses", "_nodes", "_replies", "_requests", "_sent", "_state", "_waiting")
+    __slots__ = (
+        "_hub", "_interrupts", "_losses", "_nodes", "_now", "_replies", "_requests", "_sent", "_state", "_waiting"
+    )  # fmt: skip
 
     def __init__(
         self, state: LinkState, requests: Requests, losses: Losses, replies: Replies, waiting: Waiting
@@ -49,7 +51,7 @@ class Sender:
         self._state, self._requests, self._losses = state, requests, losses
         self._replies, self._waiting = replies, waiting
         self._hub, self._nodes, self._interrupts = state.hub, state.nodes, state.interrupts
-        self._sent = state.seam.sent
+        self._sent, self._now = state.seam.sent, state.clock.now
 
     def at_limit(self, queue: CommandQueue) -> None:
         """Flushes a queue that is due, else sweeps it. An issuing thread calls this at ``queue.limit``."""
@@ -220,6 +222,7 @@ class Sender:
         try:
             while ready:
                 self._hub.send(outbox.rank, ready[0])
+                outbox.record_leaving(self._now())
                 if self._sent.listeners:
                     self._report_sent(outbox)
                 ready.popleft()

@@ -8,6 +8,7 @@ import select
 import threading
 from collections.abc import Callable
 
+from ..process.flight import WAITED
 from ..process.observing import WaitEnded
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
@@ -99,6 +100,8 @@ class Waiting:
                 self.on_long_wait()
             if turns and not request.counted:
                 self.on_waited(now - began)
+            trail = self._nodes[request.node].outbox.trail
+            trail.write(trail.slot(), began, request.id, 0, now - began, 0, WAITED)
             if self._waited.listeners:
                 self._waited.notify(WaitEnded(now, began, request.node, request.id))
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`

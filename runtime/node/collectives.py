@@ -6,6 +6,7 @@ tensors of the right lengths and arbitrary contents.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,10 @@ import torch
 from .. import collective
 from ..channel.base import MASTER, DataChannel
 from ..collective import IDS, NATIVE, Exchange, ReduceOp, Way, shares
+from ..process import page
+from ..process.flight import COUNT
 from ..process.observing import CollectiveDone
+from ..process.page import COLLECTIVE
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.errors import PoisonedError, ProtocolError
@@ -141,6 +145,7 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         poison=None if poison is None else (poison.rank, poison.seq),
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
     )
+    began, ring = time.monotonic(), page.mine.ring
     try:
         if command.carry < 0 and not command.hosts.starts and not command.algorithm:
             wire.shared_pages = node.shared_pages
@@ -157,6 +162,9 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         node.channels.nodes.update(rank for rank in ranks if rank != node.rank)  # one of which may have told of a loss
         _tell_master(node.channel, command, Poison(node.rank, number))
         raise
+    finally:
+        nbytes = sum(command.lengths) * dtype.itemsize
+        ring.write(ring.slot(), began, number, nbytes, time.monotonic() - began, len(ranks) & COUNT, COLLECTIVE)
     _tell_master(node.channel, command, None)
 
 

@@ -28,6 +28,7 @@ from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
+from ..process.flight import COUNT
 from ..process.observing import BatchApplied, CommandBegun, CommandDone, NodeSeam
 from ..process.page import COMMANDS, STREAMS
 from ..process.torch_threads import compute_as_told
@@ -127,20 +128,21 @@ class NodeWorker:
         self._receiver = threading.get_ident()
         executor, applied, commands = self.executor, self.seam.applied, self.seam.commands
         ahead, mine = Ahead(self._spoke, executor), page.mine
+        record, slot = mine.ring.write, mine.ring.slot
         try:
             self._emit(self.hello())
             self._flush()
             while not executor.stopped:
                 batch, size = ahead.next()
-                mine.begin_command(batch.first, COMMANDS)
+                began = mine.begin_command(batch.first, COMMANDS)
                 if applied.listeners or commands.listeners:
                     self._apply(batch, size)
                 else:
                     executor.apply(batch)
-                if executor.done == executor.seq:
-                    mine.rest()  # before the report, which tells for how long it has worked
-                else:
-                    mine.begin_command(executor.done, STREAMS)
+                # before the report, which tells for how long it has worked
+                done = executor.done
+                ended = mine.rest() if done == executor.seq else mine.begin_command(done, STREAMS)
+                record(slot(), began, batch.first, size, ended - began, executor.seq - batch.first & COUNT, COMMANDS)
                 self._unacknowledged += size
                 if self._replies or self._due:
                     self._flush()

@@ -2,6 +2,7 @@
 
     node: its executor, per batch and before what may wait; a thread, twice a second   --> page -->  fork server: Look
           each thread that runs a function beside, at its begin and end
+          all of them, what they have done last: its flight record (flight.py)
 
 The node writes it without a call into the kernel, and reading it needs nothing of the node's: neither its GIL nor that
 its process runs.
@@ -16,6 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from . import flight
 
 #: What a node is at.
 IDLE, COMMANDS, FUNCTION, COLLECTIVE, RECEIVE, STREAMS = range(6)
@@ -37,7 +40,10 @@ NOBODY = -2
 _BESIDE = struct.Struct("<QdQ")  # the number of a command whose function runs beside, since when, and its thread
 #: Where these stand, and how many: of more at once the others are not told.
 _FIRST, SLOTS = 64, 32
-_SIZE = _FIRST + SLOTS * _BESIDE.size
+_END = _FIRST + SLOTS * _BESIDE.size
+#: Where the ring of the flight record begins, and the bytes of all.
+_RING = 1024
+SIZE = _RING + flight.SIZE
 
 
 class Beside(NamedTuple):
@@ -51,29 +57,32 @@ class Beside(NamedTuple):
 class Page:
     """The page of one node, which writes it but for ``paused``."""
 
-    __slots__ = ("_free", "_kind", "_memory", "_since", "busy")
+    __slots__ = ("_free", "_kind", "_memory", "_since", "busy", "ring")
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         """``memory`` is shared with a forked child; None: a page that only this process sees."""
-        self._memory: Any = bytearray(_SIZE) if memory is None else memory
-        self._free = list(range(_FIRST, _SIZE, _BESIDE.size))  # a list's pop and append are whole in any thread
+        self._memory: Any = bytearray(SIZE) if memory is None else memory
+        self._free = list(range(_FIRST, _END, _BESIDE.size))  # a list's pop and append are whole in any thread
         self._kind, self._since = IDLE, 0.0
         #: seconds for which the node was busy itself, and did not wait for commands or other nodes, until it last began
         #: or ended something. Only its own copy knows
         self.busy = 0.0
+        #: what this process has done last
+        self.ring = flight.Ring(memoryview(self._memory)[_RING:SIZE])
 
     @classmethod
     def shared(cls) -> Page:
         """Makes a page that a child, forked after this, shares with this process."""
-        return cls(mmap.mmap(-1, mmap.PAGESIZE))
+        return cls(mmap.mmap(-1, SIZE))
 
-    def begin_command(self, seq: int, kind: int) -> None:
-        """Notes that the node is at command ``seq``, and what it does there."""
+    def begin_command(self, seq: int, kind: int) -> float:
+        """Notes that the node is at command ``seq``, and what it does there. Returns the time."""
         now = _now()
         if self._kind in _OWN:
             self.busy += now - self._since
         self._kind, self._since = kind, now
         _write(self._memory, 0, seq, kind, NOBODY, now)
+        return now
 
     def await_peer(self, rank: int) -> None:
         """Notes that what the node is at waits for a peer from now on."""
@@ -83,31 +92,34 @@ class Page:
     def function(self, seq: int) -> Iterator[None]:
         """Notes, inside of a ``with`` block, that the node runs the function of command ``seq``: so it can be told in
         which one it has ended, however that was."""
-        self.begin_command(seq, FUNCTION)
+        began = self.begin_command(seq, FUNCTION)
         try:
             yield
         finally:
-            self.begin_command(seq, COMMANDS)
+            ended = self.begin_command(seq, COMMANDS)
+            self.ring.write(self.ring.slot(), began, seq, 0, ended - began, 0, FUNCTION)
 
     @contextlib.contextmanager
     def function_beside(self, seq: int) -> Iterator[None]:
         """Notes, inside of a ``with`` block, that this thread runs the function of command ``seq`` beside."""
+        began = _now()
         try:
             slot = self._free.pop()
         except IndexError:
             yield
             return
-        _BESIDE.pack_into(self._memory, slot, seq, _now(), threading.get_ident())
+        _BESIDE.pack_into(self._memory, slot, seq, began, threading.get_ident())
         try:
             yield
         finally:
             _BESIDE.pack_into(self._memory, slot, 0, 0.0, 0)
             self._free.append(slot)
+            self.ring.write(self.ring.slot(), began, seq, 0, _now() - began, 0, FUNCTION)
 
     @property
     def beside(self) -> tuple[Beside, ...]:
         """The functions that run beside, or ran when the process ended; the one that began first comes first."""
-        found = [_BESIDE.unpack_from(self._memory, slot) for slot in range(_FIRST, _SIZE, _BESIDE.size)]
+        found = [_BESIDE.unpack_from(self._memory, slot) for slot in range(_FIRST, _END, _BESIDE.size)]
         now = time.monotonic()
         running = [Beside(seq, now - since, thread) for seq, since, thread in found if thread]
         return tuple(sorted(running, key=lambda each: -each.seconds))
@@ -118,11 +130,13 @@ class Page:
         seq, kind, _, _ = _AT.unpack_from(self._memory)
         return int(seq) if kind == FUNCTION else -1
 
-    def rest(self) -> None:
-        """Notes that the node waits for commands."""
+    def rest(self) -> float:
+        """Notes that the node waits for commands. Returns the time."""
+        now = _now()
         if self._kind in _OWN:
-            self.busy += _now() - self._since
+            self.busy += now - self._since
         self._kind = self._memory[_KIND] = IDLE
+        return now
 
     def live(self) -> None:
         """Notes that the node's threads run."""
@@ -135,6 +149,16 @@ class Page:
         (alive,) = _ALIVE.unpack_from(self._memory, _ALIVE_AT)
         now = time.monotonic()
         return seq, kind, peer, now - since if since and kind else 0.0, now - alive if alive else 0.0
+
+    def flight(self) -> bytes:
+        """Returns the flight record of the node: what it has done last, and what it is at, or was when it ended."""
+        seq, kind, peer, since = _AT.unpack_from(self._memory)
+        at_work = [flight.under_way(since, seq, peer, kind)] if kind and since else []
+        for slot in range(_FIRST, _END, _BESIDE.size):
+            number, began, thread = _BESIDE.unpack_from(self._memory, slot)
+            if thread:
+                at_work.append(flight.under_way(began, number, NOBODY, FUNCTION))
+        return flight.encode(self.ring, at_work)
 
     @property
     def has_begun(self) -> bool:

@@ -80,9 +80,16 @@ class NodeLost(DisttensorError):
     #: whether the script has told of the loss, in an answer
     _by_the_script = False
 
+    #: where the flight record of the loss is, or will be in a moment (docs/SEEING.md); "" for nowhere
+    record = ""
+
     def fresh_copy(self) -> NodeLost:
         """Returns a fresh exception to raise: each raise has a traceback of its own."""
-        return NodeLost(*self._fields)
+        error = NodeLost(*self._fields)
+        if self.record:
+            error.record = self.record
+            error.add_note(f"flight record: {self.record}")
+        return error
 
     @property
     def _fields(self) -> tuple[Any, ...]:

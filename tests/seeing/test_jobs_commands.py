@@ -205,6 +205,27 @@ def test_stack_has_the_script_too(capsys: Captured) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_stack_has_the_last_messages_of_nodes(capsys: Captured) -> None:
+    torch.ones(4, device="node:1").sum().item()
+    line = sys._getframe().f_lineno - 1
+    shown = dtrun(capsys, "stack", "-n", "1")
+    rows = shown.partition("\n\nlast messages:\n")[2].splitlines()
+    assert rows[0].split() == ["ago", "who", "what", "commands", "bytes", "took", "line"]
+    assert 3 < len(rows) < 10
+    for who in ("script +sent", "node 1 +message"):
+        assert any(re.search(rf"^ *[\d.]+ s  {who} .* {Path(__file__).name}:{line}$", row) for row in rows), shown
+    found = json.loads(dtrun(capsys, "stack", "--json"))
+    assert [it["rank"] for it in found["processes"]] == [-1, 0, 1, 2]
+    assert "MainThread" in found["processes"][0]["text"]
+    node = found["record"]["nodes"][1]
+    sent, applied = ([(it["first"], it["last"]) for it in node[part] if it["kind"] == kind]
+                     for part, kind in (("sent", "sent"), ("applied", "message")))  # fmt: skip
+    assert sent == applied != []
+    assert found["record"]["why"] == "`dtrun stack` asks for it"
+    assert "not allowed with argument" in dtrun(capsys, "stack", "--json", "--native", code=2)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_stopped_node_has_a_title_and_no_stack(capsys: Captured) -> None:
     pid = dt.nodes()[2].pid
     testing.stop(2)
@@ -212,7 +233,9 @@ def test_a_stopped_node_has_a_title_and_no_stack(capsys: Captured) -> None:
         shown = dtrun(capsys, "stack", "-n", "2")
     finally:
         testing.resume(2)
-    assert shown == f"node 2 on {os.uname().nodename}, pid {pid}: stopped: `kill -CONT {pid}` has it go on\n"
+    title, messages = shown.split("\n\n")
+    assert title == f"node 2 on {os.uname().nodename}, pid {pid}: stopped: `kill -CONT {pid}` has it go on"
+    assert messages.startswith("last messages:\n")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -52,7 +52,7 @@ class Job:
             waiting=SimpleNamespace(under_way=self.waits),
             roll_call=SimpleNamespace(ask=lambda nodes: self.asked.extend(node.rank for node in nodes)),
         )
-        session: Any = SimpleNamespace(link=link, nodes=self.nodes, router=SimpleNamespace(data={}))
+        session: Any = SimpleNamespace(link=link, nodes=self.nodes, router=SimpleNamespace(data={}), flight="")
         self.undertakings = Undertakings(self.clock)
         self.queues: tuple[QueueStatus, ...] = ()
         monkeypatch.setattr(undertakings, "mine", self.undertakings)

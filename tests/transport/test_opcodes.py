@@ -50,15 +50,18 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
 }
+#: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
+#: has applied. An operation has none.
+SENT_RECORD, APPLIED_RECORD = 79, 28
 #: Places, and the opcodes of the script's thread for one message to them, with one operation.
 SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
-    "a node": (lambda it: it.plain, 846),
-    "a mesh": (lambda it: it.spread, 1298),
+    "a node": (lambda it: it.plain, 846 + SENT_RECORD),
+    "a mesh": (lambda it: it.spread, 1298 + 2 * SENT_RECORD),
 }
 #: Those that a listener to what is sent adds to one for a node, without its own.
 HEARD = 93
 #: The opcodes of a node's thread for a message with one operation, once it has taken it.
-MESSAGE = 269
+MESSAGE = 269 + APPLIED_RECORD
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
 ISSUED, COMMANDS = 106, 250

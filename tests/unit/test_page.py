@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 
 import pytest
@@ -61,7 +60,7 @@ def test_the_page_names_functions_that_run_beside() -> None:
 
 
 def test_only_the_process_above_pauses() -> None:
-    page = Page(mmap.mmap(-1, mmap.PAGESIZE))
+    page = Page.shared()
     assert not page.paused
     page.paused = True
     page.begin_command(1, FUNCTION)

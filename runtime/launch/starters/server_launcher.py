@@ -157,14 +157,17 @@ class ServerLauncher(Launcher):
             self._wire.send_message(Kill(rank, number))
 
     def look(self, rank: int) -> None:
-        self._look(rank, True)
+        self._look(Look(rank))
 
     def glance(self, rank: int) -> None:
-        self._look(rank, False)
+        self._look(Look(rank, stacks=False))
 
-    def _look(self, rank: int, stacks: bool) -> None:
+    def recall(self, rank: int) -> None:
+        self._look(Look(rank, stacks=False, flight=True))
+
+    def _look(self, order: Look) -> None:
         with contextlib.suppress(StartError), self._using():
-            self._wire.send_message(Look(rank, stacks))
+            self._wire.send_message(order)
 
     def end_worker(self, rank: int) -> None:
         with contextlib.suppress(StartError):
@@ -297,9 +300,8 @@ class ServerLauncher(Launcher):
                 case Ended():
                     self._running.pop(news.rank, None)
                     host = news.host or self.host
-                    self._events.append(
-                        Exited(news.rank, news.pid, news.cause, news.code, news.tail, host, news.running, news.beside)
-                    )
+                    how = news.cause, news.code, news.tail, host, news.running, news.beside, news.flight
+                    self._events.append(Exited(news.rank, news.pid, *how))
                 case Seen():
                     self._events.append(Sight(*msgspec.structs.astuple(news)))
                 case LaunchFailed():

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from ...host.output_options import STREAMS
+from ...process.flight import MOST
 from ...protocol.errors import ProtocolError
 from ..output.lines import LONG, TAIL_LINES, TAIL_WIDTH, plain
 from .control import (
@@ -74,6 +75,8 @@ def check_news(
         raise ProtocolError(f"{kind} before a hello")
     if isinstance(news, NodeOutput | Began | Ended | Seen) and seats.branch_of(news.rank) is not branch:
         raise ProtocolError(f"{kind} of node {news.rank}, which is not one of its own")
+    if isinstance(news, Ended | Seen) and len(news.flight) > MOST:
+        raise ProtocolError(f"a flight record of {len(news.flight)} bytes of node {news.rank}: at most {MOST}")
     match news:
         case NodeOutput() if news.fd not in STREAMS:
             raise ProtocolError(

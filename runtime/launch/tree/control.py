@@ -106,6 +106,7 @@ class Look(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     rank: int
     stacks: bool = True  #: with the stacks of its threads, which take a moment
+    flight: bool = False  #: with its flight record, where no stacks are asked for
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -168,6 +169,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     host: str = ""  #: where; the root fills it in
     running: int = -1  #: the number of the command whose function it was running, as far as is known
     beside: tuple[int, ...] = ()  #: those of the functions that ran on its streams
+    flight: bytes = b""  #: its flight record (process/flight.py)
 
 
 class SessionEnded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -201,6 +203,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     lived: float = 0.0  #: seconds since its start
     peak: int = 0  #: the most bytes of memory that it had
     last_line: str = ""  #: the last line of its output
+    flight: bytes = b""  #: its flight record, where that was asked for
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

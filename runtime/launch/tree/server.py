@@ -118,8 +118,9 @@ class ForkedWorker:
             return process_stat(self.pid)[0]
         return "?"
 
-    def seen(self, stacks: bool) -> Seen:
-        """Returns the sight of it from outside; with the ``stacks`` that it has written, where they were asked for."""
+    def seen(self, stacks: bool, flight: bool = False) -> Seen:
+        """Returns the sight of it from outside; with the ``stacks`` that it has written and its
+        ``flight`` record, where they were asked for."""
         seq, kind, peer, seconds, deaf = self.page.read()
         state, rss, cpu, lived, peak = "?", 0, 0.0, 0.0, 0
         with contextlib.suppress(OSError):
@@ -131,7 +132,7 @@ class ForkedWorker:
         return Seen(
             self.rank, state, self.page.paused, seq, kind, peer, seconds, deaf, rss,
             self.stack.decode(errors="replace")[:MAX_STACK] if stacks else "", self.page.beside, stacks, cpu, lived,
-            peak, self.tail.last(),
+            peak, self.tail.last(), self.page.flight() if flight else b"",
         )  # fmt: skip
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:
@@ -216,7 +217,7 @@ class Server:
                 case Kill() if order.rank in self._nodes:
                     self._nodes[order.rank].signal(order.signal)
                 case Look():
-                    self._look(order.rank, order.stacks)
+                    self._look(order)
                 case Pause():
                     for node in self._nodes.values():
                         node.pause(order.on)
@@ -325,7 +326,7 @@ class Server:
         _, status, usage = os.wait4(node.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         cause = node.end_in_words(code, usage.ru_maxrss << 10, self._memory)
-        ran, beside = node.page.running, tuple(each.number for each in node.page.beside)
+        ran, beside, flight = node.page.running, tuple(each.number for each in node.page.beside), node.page.flight()
         for source in node.sources:
             self._unwatch(source.fd)
             source.close()
@@ -341,17 +342,18 @@ class Server:
         self._printer.end_node(node.rank)
         if code:  # before the master hears of it and prints the same again
             self._printer.flush()
-        self._wire.send_message(Ended(node.rank, node.pid, code, cause, node.tail.lines(), running=ran, beside=beside))
+        tail = node.tail.lines()
+        self._wire.send_message(Ended(node.rank, node.pid, code, cause, tail, "", ran, beside, flight))
 
     # ---- looks -----------------------------------------------------------------------------------------------------
 
-    def _look(self, rank: int, stacks: bool) -> None:
+    def _look(self, order: Look) -> None:
         """Looks at a worker. One that runs is asked for its stacks, where these are wanted, which come in a moment."""
-        node = self._nodes.get(rank)
+        node = self._nodes.get(order.rank)
         if node is None:
             return
-        if not stacks:
-            self._wire.send_message(node.seen(False))
+        if not order.stacks:
+            self._wire.send_message(node.seen(False, order.flight))
             return
         node.stack = b""
         node.look_by = time.monotonic()
