@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..runtime.master.failures import short_line
 from ..runtime.master.node import Node
 from ..runtime.master.requests import Request
 from ..runtime.process import flight, page
-from ..runtime.process.flight import KINDS, Record
+from ..runtime.process.flight import KINDS, FlightRecord
 from ..runtime.process.observing import NodeGone
 from ..runtime.process.tables import columns
 from ..runtime.protocol import codec
@@ -64,7 +63,7 @@ def record_of(session: Session, why: str, ranks: Sequence[int] | None = None) ->
     return {
         "format": "disttensor flight record 1",
         "why": why,
-        "written": time.time(),
+        "written": flight.calendar(),
         "script": {
             "name": os.path.basename(sys.argv[0]) or "python",
             "host": socket.gethostname(),
@@ -103,13 +102,13 @@ def _node(session: Session, node: Node, most: int) -> dict[str, Any]:
     }
 
 
-def _sent(session: Session, node: Node) -> list[tuple[Record, Any]]:
+def _sent(session: Session, node: Node) -> list[tuple[FlightRecord, Any]]:
     """Returns the script's records of a node, with times of the calendar."""
-    shift = time.time() - session.link.clock.now()
+    shift = flight.calendar() - session.link.clock.now()
     return [(it._replace(at=it.at + shift), site) for it, site in node.outbox.trail.records()]
 
 
-def _plain(it: Record) -> dict[str, Any]:
+def _plain(it: FlightRecord) -> dict[str, Any]:
     """Returns a record as plain values, of those that its kind has."""
     found: dict[str, Any] = {"at": round(it.at, 6), "kind": KINDS[it.kind]}
     match it.kind:
@@ -182,8 +181,10 @@ def lines_of(node: Mapping[str, Any], now: float) -> str:
 
 
 def _row(it: Mapping[str, Any], who: str, now: float) -> tuple[str, ...]:
-    first, last = it.get("first", it.get("done")), it.get("last")
+    first, last = it.get("first"), it.get("last")
     numbers = "" if first is None else f"{first}" if last in (None, first) else f"{first}-{last}"
+    if "done" in it:
+        numbers = f"{it['done']} done"
     what = it["kind"] + (f" {it['what']}" if it.get("what") else "")
     if it.get("peer") is not None:
         what += f" {'to' if it['kind'] == 'send' else 'from'} {it['peer']}"
@@ -196,7 +197,7 @@ def _row(it: Mapping[str, Any], who: str, now: float) -> tuple[str, ...]:
 
 
 class FlightRecorder:
-    """What writes the flight record of a session by itself."""
+    """The writer of a session's flight record, which begins by itself."""
 
     def __init__(self, session: Session, folder: FlightFolder) -> None:
         self._session, self._folder = session, folder
@@ -212,7 +213,7 @@ class FlightRecorder:
     def note_loss(self, event: NodeGone) -> None:
         """Has a file be written soon. The caller holds the link's lock."""
         if self._due is None or "-wait." in self._due[0]:  # a wait for a node that is lost now is no other story
-            self._begin("lost", f"node {event.node} is lost: {getattr(event.error, 'cause', '')}")
+            self._begin_file("lost", f"node {event.node} is lost: {getattr(event.error, 'cause', '')}")
         if self._due is not None and isinstance(event.error, NodeLost):
             event.error.record = self._due[0]
 
@@ -233,7 +234,7 @@ class FlightRecorder:
             await_records(self._session, self._link.nodes, self._asked, LAST)
             self._write(due)
 
-    def _begin(self, kind: str, why: str) -> None:
+    def _begin_file(self, kind: str, why: str) -> None:
         """Asks all nodes for their records, of which a file is to be written."""
         self._asked = recall(self._session, self._link.nodes)
         self._due = self._folder.name(kind), why, self._asked + COMES
@@ -252,7 +253,7 @@ class FlightRecorder:
             at = f" at {line}" if line else ""
             with self._link.lock:
                 if self._due is None:
-                    self._begin("wait", f"the script has waited {now - began:.0f} s for node {request.node}{at}")
+                    self._begin_file("wait", f"the script has waited {now - began:.0f} s for node {request.node}{at}")
 
     def _write(self, due: tuple[str, str, float]) -> None:
         path, why, _ = due

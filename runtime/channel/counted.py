@@ -216,7 +216,7 @@ class CountedChannel(DataChannel):
         """Returns what counts the end of a transfer, and records it."""
         if not self._recorded:
             return tally.end_transfer
-        return partial(_end, tally, peer, kind, transfer, nbytes, start)
+        return partial(_end_transfer, tally, peer, kind, transfer, nbytes, start)
 
     def _note_large(self, key: tuple[int, bool, int], nbytes: int, start: float, transfer: Transfer) -> None:
         """Keeps a large transfer until its end."""
@@ -306,7 +306,7 @@ class CountedChannel(DataChannel):
         self.inner.abort()
 
 
-def _end(tally: TransferTally, peer: int, kind: int, transfer: int, nbytes: int, start: float) -> None:
+def _end_transfer(tally: TransferTally, peer: int, kind: int, transfer: int, nbytes: int, start: float) -> None:
     tally.end_transfer()
     _record(peer, kind, transfer, nbytes, start)
 

@@ -146,7 +146,7 @@ class NodeConnection:
         if self.life is Life.AWAITED:
             self.become(Life.THERE)
 
-    def end(self, flight: bytes, at: float) -> None:
+    def note_end(self, flight: bytes, at: float) -> None:
         """Notes that its process has ended, as the launcher told at a time, and has left this flight record."""
         self.ended = True
         if flight:

@@ -218,7 +218,7 @@ class Losses:
             with self._state.lock:
                 for event in events:
                     if isinstance(event, Exited):
-                        self._state.nodes[event.rank].connection.end(event.flight, self._clock.now())
+                        self._state.nodes[event.rank].connection.note_end(event.flight, self._clock.now())
                         self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):
                         self._state.nodes[event.rank].connection.see(event, self._clock.now())

@@ -39,7 +39,7 @@ MOST = _HEAD.size + SIZE + _UNDER_WAY * _RECORD.size
 _SLOTS = tuple(range(0, SIZE, _RECORD.size))
 
 
-class Record(NamedTuple):
+class FlightRecord(NamedTuple):
     """Something that an end has done, or is at."""
 
     at: float  #: when it began; by the clock of the calendar, once ``decode`` has read it
@@ -77,7 +77,7 @@ class Ring:
 
 
 class Trail(Ring):
-    """What the script has sent to a node and heard of it, with the lines of what was sent."""
+    """The last records of what the script has sent to a node and heard of it, with lines."""
 
     __slots__ = ("lines",)
 
@@ -86,7 +86,7 @@ class Trail(Ring):
         #: by slot: where the first command of a message was issued, of those that lines have issued
         self.lines: list[Any] = [None] * KEPT
 
-    def records(self) -> list[tuple[Record, Any]]:
+    def records(self) -> list[tuple[FlightRecord, Any]]:
         """Returns the records, the oldest first, each with its line where it is of a message that was sent."""
         records, lines = self.copy(), list(self.lines)
         found = (
@@ -95,7 +95,12 @@ class Trail(Ring):
         return sorted(((it, line if it.kind == SENT else None) for it, line in found if it is not None), key=_time)
 
 
-def _time(found: tuple[Record, Any]) -> float:
+def calendar() -> float:
+    """Returns the time by the clock of the calendar, in seconds."""
+    return time.time()
+
+
+def _time(found: tuple[FlightRecord, Any]) -> float:
     return found[0].at
 
 
@@ -106,10 +111,10 @@ def under_way(at: float, number: int, peer: int, kind: int) -> bytes:
 
 def encode(ring: Ring, at_work: list[bytes]) -> bytes:
     """Returns the record of a node: its ring, and what it is at, with the time of now."""
-    return b"".join([_HEAD.pack(time.monotonic(), time.time()), ring.copy(), *at_work[:_UNDER_WAY]])
+    return b"".join([_HEAD.pack(time.monotonic(), calendar()), ring.copy(), *at_work[:_UNDER_WAY]])
 
 
-def decode(record: bytes) -> list[Record]:
+def decode(record: bytes) -> list[FlightRecord]:
     """Returns what ``encode`` has written, the oldest first, with times of the calendar. Whatever is no record is left
     out."""
     if len(record) < _HEAD.size:
@@ -121,11 +126,11 @@ def decode(record: bytes) -> list[Record]:
     return sorted(it for it in shifted if math.isfinite(it.at))
 
 
-def own(ring: Ring) -> list[Record]:
+def own(ring: Ring) -> list[FlightRecord]:
     """Returns the records of a ring of this process, as ``decode`` does."""
     return decode(encode(ring, []))
 
 
-def _record(records: bytes, slot: int) -> Record | None:
-    it = Record(*_RECORD.unpack_from(records, slot))
+def _record(records: bytes, slot: int) -> FlightRecord | None:
+    it = FlightRecord(*_RECORD.unpack_from(records, slot))
     return it if it.at and math.isfinite(it.seconds) and it.kind < len(KINDS) else None

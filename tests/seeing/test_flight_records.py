@@ -28,7 +28,7 @@ from disttensor import testing
 from disttensor.runtime.host.job_sockets import NotOurs
 from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process import flight, page
-from disttensor.runtime.process.flight import REPORTED, SENDING, SENT, WAITED, Record
+from disttensor.runtime.process.flight import REPORTED, SENDING, SENT, WAITED, FlightRecord
 from disttensor.runtime.process.observing import NodeGone
 from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, RECEIVE, Page
 from disttensor.runtime.protocol.errors import NodeLost
@@ -97,7 +97,7 @@ def test_it_has_what_observers_at_the_seam_are_told(monkeypatch: pytest.MonkeyPa
     ring = flight.own(page.mine.ring)[ring_before:]
     script, told = by_name(heard), by_name(events)
 
-    def had(kind: int, records: list[Record]) -> list[tuple[int, int, int]]:
+    def had(kind: int, records: list[FlightRecord]) -> list[tuple[int, int, int]]:
         return sorted((it.number, it.bytes, it.figure) for it in records if it.kind == kind)
 
     for rank, trail in enumerate(trails):

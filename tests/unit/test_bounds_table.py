@@ -57,6 +57,9 @@ TABLE = {
     "runtime/launch/tree/server.py": {"MAX_STACK": "is cut"},
     "runtime/master/command_queue.py": {"MAX_BATCH": _KEPT, "MAX_FREE": "more frees are several commands"},
     "runtime/master/failures.py": {"MAX_TRACES": _KEPT, "MAX_ATTACHED": _KEPT, "MAX_FAILURES": _KEPT},
+    "runtime/process/flight.py": {
+        "MOST": "a ring of a fixed size, and what is under way: an agent that tells more is refused"
+    },
     "runtime/master/outbox.py": {
         "MAX_COMMANDS": _KEPT,
         "MAX_BYTES": _KEPT,

@@ -300,8 +300,8 @@ class ServerLauncher(Launcher):
                 case Ended():
                     self._running.pop(news.rank, None)
                     host = news.host or self.host
-                    how = news.cause, news.code, news.tail, host, news.running, news.beside, news.flight
-                    self._events.append(Exited(news.rank, news.pid, *how))
+                    end = news.cause, news.code, news.tail, host, news.running, news.beside, news.flight
+                    self._events.append(Exited(news.rank, news.pid, *end))
                 case Seen():
                     self._events.append(Sight(*msgspec.structs.astuple(news)))
                 case LaunchFailed():
