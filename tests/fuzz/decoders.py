@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import socket
@@ -67,6 +68,8 @@ from disttensor.runtime.launch.tree import control
 from disttensor.runtime.launch.tree.framed import MARK, FramedSocket
 from disttensor.runtime.launch.tree.shipping import Sources, unpack
 from disttensor.runtime.master.failures import Failure, Failures
+from disttensor.runtime.process import flight
+from disttensor.runtime.process.page import COMMANDS, Page
 from disttensor.runtime.protocol import codec, shared_objects, side, values
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.allow_list import AllowList
@@ -75,6 +78,7 @@ from disttensor.runtime.protocol.errors import BrokenError, ChannelError, Protoc
 from disttensor.runtime.protocol.shared_objects import Joining
 from disttensor.runtime.shared import values as shared_values
 from disttensor.runtime.transport import tunnel, tunnel_io
+from disttensor.seeing.flight import _plain
 from disttensor.startup.settings import Settings
 
 
@@ -454,6 +458,20 @@ _JOB_REQUESTS = [
 ]  # fmt: skip
 
 
+def _flights() -> list[bytes]:
+    """Flight records of nodes, at the start, and at work."""
+    page = Page()
+    found = [page.flight()]
+    page.begin_command(7, COMMANDS)
+    for kind in range(1, len(flight.KINDS)):
+        page.ring.write(page.ring.slot(), 5.0 + kind, kind, 10 * kind, 0.25, kind, kind)
+        found.append(page.flight())
+    return found
+
+
+_FLIGHTS = _flights()
+
+
 def _job_request(data: bytes) -> None:
     answer = JobWindow()._reply(data)
     assert isinstance(answer, job_sockets.Refusal)
@@ -711,6 +729,16 @@ DECODERS: tuple[Decoder, ...] = (
         partial(job_sockets.decode_answer, job_sockets.FoundJob(1, "")),
         (job_sockets.JobSocketError,),
         covers=("runtime/host/job_sockets.py:decode_answer",),
+    ),
+    Decoder(
+        "flight record of a node",
+        st.sampled_from(_FLIGHTS),
+        lambda data: [json.dumps(_plain(it), allow_nan=False) for it in flight.decode(data)],
+        covers=(
+            "runtime/process/flight.py:decode",
+            "runtime/process/flight.py:_record",
+            "disttensor/seeing/flight.py:_node",
+        ),
     ),
     Decoder(
         "answer of what is shared",
@@ -990,6 +1018,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/contracts/launcher_stage.py:Master.turn": _CHECKS,
     "runtime/contracts/launcher_stage.py:Puppet.hear": _CHECKS,
     "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,
+    "disttensor/cli/jobs.py:_stack": "job_sockets.decode_answer, which is fuzzed",
     "disttensor/cli/jobs.py:_status": "job_sockets.decode_answer, which is fuzzed",
     "disttensor/cli/top.py:_ask": "job_sockets.decode_answer, which is fuzzed",
     "runtime/host/job_sockets.py:peer_of": _KERNEL,
@@ -1012,6 +1041,8 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/node/graphs/engines/listing.py:parse": _OWN,
     "runtime/node/samples.py:_seed": "a hash of numbers",
     "runtime/node/warned.py:telling.tell": "what was encoded just before, so that any text can be sent",
+    "runtime/process/flight.py:own": "a ring of this process",
+    "runtime/process/page.py:Page.flight": _PAGE,
     "runtime/process/page.py:Page.has_begun": _PAGE,
     "runtime/process/page.py:Page.beside": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
