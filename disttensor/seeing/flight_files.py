@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping
 from itertools import count
 
-from ..runtime.host.job_sockets import NotOurs, check_folder, folders
 from ..runtime.host.private_files import make_private_folder
+from ..runtime.host.socket_folder import NotOurs, check_folder, folders
 
 #: The variable that names the folder; "0" writes no files.
 FLIGHT = "DISTTENSOR_FLIGHT"

@@ -25,7 +25,7 @@ from virtual_time import VirtualClock
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.runtime.host.job_sockets import NotOurs
+from disttensor.runtime.host.socket_folder import NotOurs
 from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process import flight, page
 from disttensor.runtime.process.flight import REPORTED, SENDING, SENT, WAITED, FlightRecord
