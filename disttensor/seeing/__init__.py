@@ -1,10 +1,12 @@
 """The state of a job while it runs: what the script and each node are at. docs/SEEING.md.
 
-``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at.
+``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.whence(x)`` says where a
+tensor comes from.
 """
 
 from __future__ import annotations
 
+from .origin import Origin, OriginCommand
 from .reading import status
 from .status import (
     ActorStatus,
@@ -21,6 +23,7 @@ from .status import (
     TransferStatus,
     UndertakingStatus,
 )
+from .whence import whence
 
 __all__ = [
     "ActorStatus",
@@ -31,10 +34,13 @@ __all__ = [
     "LineStatus",
     "MeshStatus",
     "NodeStatus",
+    "Origin",
+    "OriginCommand",
     "QueueStatus",
     "ScriptStatus",
     "ScriptWait",
     "TransferStatus",
     "UndertakingStatus",
     "status",
+    "whence",
 ]

@@ -1,4 +1,4 @@
-"""docs/SEEING.md shows what its program prints, except figures, as these differ from run to run."""
+"""docs/SEEING.md shows what its programs print, except figures, as these differ from run to run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
 from checkout import ROOT
 from test_readme import python
 
 PAGE = (ROOT / "docs" / "SEEING.md").read_text()
 #: The program, and what it prints, which has empty lines.
 SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL)
+#: What each of the page's programs is about.
+PROGRAMS = ("status", "whence")
 #: The host on which the page's output was printed.
 HOST = "vm"
 
@@ -23,8 +26,8 @@ def without_figures(text: str) -> str:
     return "\n".join(" ".join(line.split()) for line in text.splitlines())
 
 
-def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
-    ((program, shown),) = SHOWN.findall(PAGE)
+@pytest.mark.parametrize(("program", "shown"), SHOWN.findall(PAGE), ids=PROGRAMS)
+def test_a_program_prints_what_the_page_shows(program: str, shown: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, python("train.py", cwd=tmp_path))
     assert without_figures(printed) == without_figures(shown)
