@@ -6,6 +6,7 @@ tensor comes from.
 
 from __future__ import annotations
 
+from .finite import check_finite
 from .origin import Origin, OriginCommand
 from .reading import status
 from .status import (
@@ -41,6 +42,7 @@ __all__ = [
     "ScriptWait",
     "TransferStatus",
     "UndertakingStatus",
+    "check_finite",
     "status",
     "whence",
 ]

@@ -1,4 +1,5 @@
-"""What the last commands of a node have made, written and read, as the script has kept them (master/history.py).
+"""The scan of a node's last commands, as the script has kept them (master/history.py): it finds what they have made,
+written and read.
 
 The outbox of a node keeps its last commands as encoded messages, for the errors that tell of its end. They are decoded
 and gone through when somebody asks where a tensor comes from, so that an operation costs nothing more.
@@ -20,7 +21,7 @@ from ..runtime.protocol.failure_ids import position
 from ..runtime.protocol.traits import TRAITS, without_stream
 
 
-class Event(NamedTuple):
+class PastCommand(NamedTuple):
     """A command that has made a tensor, written it, or had it."""
 
     number: int  #: among the node's commands
@@ -48,15 +49,15 @@ class CommandScan:
         has come; ``within``: for a graph, what the commands before its replay have done."""
         self.node = node
         self.first = node.outbox.sent  #: the number of the first command that is known
-        self.made: dict[int, Event] = {}  #: by ref
-        self.written: dict[int, Event] = {}  #: by the ref of the tensor whose memory was written
-        self.had: dict[int, Event] = {}  #: the same, of functions, which may have written it
+        self.made: dict[int, PastCommand] = {}  #: by ref
+        self.written: dict[int, PastCommand] = {}  #: by the ref of the tensor whose memory was written
+        self.had: dict[int, PastCommand] = {}  #: the same, of functions, which may have written it
         self.read: dict[int, int] = {}  #: the last command that has read it
-        self.sends: dict[int, Event | None] = {}  #: by transfer: what has made, or last written, what is sent
+        self.sends: dict[int, PastCommand | None] = {}  #: by transfer: what has made, or last written, what is sent
         self.unsent: dict[int, Failure] = {}  #: by transfer: why there was nothing to send
         self._views: dict[int, int] = {}  #: ref of a view -> ref of the tensor that it is a view of
         self._spoilt: dict[int, Failure] = {}
-        self._runs: dict[int, Event] = {}
+        self._runs: dict[int, PastCommand] = {}
         self._allow, self._failures, self._arrivals, self._within = allow, failures, spoilt, within
         self._templates: dict[int, Template | None] = {} if within is None else within._templates
         self._programs: dict[int, CommandScan] = {}
@@ -92,7 +93,7 @@ class CommandScan:
             ref = self._views[ref]
         return ref
 
-    def last(self, base: int) -> Event | None:
+    def last(self, base: int) -> PastCommand | None:
         """Returns what has made a tensor, or written it last; None for one that is older than all that is kept."""
         found = [event for event in (self.made.get(base), self.written.get(base)) if event is not None]
         return max(found, key=lambda event: event[:2], default=None)
@@ -110,7 +111,7 @@ class CommandScan:
             self._replay(number, inner, site)
             return
         template = self._template(call.template) if isinstance(call, c.Call) else None
-        traits, event = TRAITS[type(inner)], Event(number, at, name_of(inner, self.node.defined), site)
+        traits, event = TRAITS[type(inner)], PastCommand(number, at, name_of(inner, self.node.defined), site)
         try:
             known = template is not None or not isinstance(call, c.Call)
             reads, writes, makes = (
@@ -178,7 +179,7 @@ class CommandScan:
         names = {recorded: now for recorded, now in renamed if recorded}
         sites = site.recorded.get(self.node.rank, ()) if isinstance(site, Replayed) else ()
 
-        def here(event: Event) -> Event:
+        def here(event: PastCommand) -> PastCommand:
             recorded = sites[event.at] if event.at < len(sites) else None
             return event._replace(number=number, site=recorded, replayed=site)
 

@@ -21,7 +21,7 @@ from ..runtime.protocol.errors import DisttensorError
 from ..session.current import session_of
 from ..session.places import MeshPlace, Place, numbers
 from ..session.session import Session
-from .command_scan import CommandScan, Event, by_position
+from .command_scan import CommandScan, PastCommand, by_position
 from .origin import Origin, OriginCommand
 
 #: Seconds that it waits by default for nodes to say how far they have come.
@@ -147,7 +147,7 @@ class _Reader:
                 scan.read_recording(recorder.logs[rank].commands, recorder.logs[rank].sites)
         return self._scans[rank]
 
-    def _command(self, rank: int, event: Event, sure: bool = True) -> OriginCommand:
+    def _command(self, rank: int, event: PastCommand, sure: bool = True) -> OriginCommand:
         source, site = None, event.site
         if event.peer != MASTER:
             left = self._scan(event.peer).sends.get(event.transfer)
@@ -190,11 +190,11 @@ def _existing(handle: Handle) -> tuple[Handle, Lazy | None]:
     return handle, lazy
 
 
-def _order(event: Event) -> tuple[int, int]:
+def _order(event: PastCommand) -> tuple[int, int]:
     return event[:2]
 
 
-def _is_ready(scan: CommandScan, base: int, last: Event | None) -> bool:
+def _is_ready(scan: CommandScan, base: int, last: PastCommand | None) -> bool:
     """Returns whether a tensor whose ``last`` command is this one is known to be computed."""
     done = scan.node.outbox.done
     if last is None:  # it is older than all that is kept, and what is forgotten is done
@@ -205,7 +205,7 @@ def _is_ready(scan: CommandScan, base: int, last: Event | None) -> bool:
 
 
 def _unknown(
-    scan: CommandScan, ref: int, lazy: Lazy | None, made: OriginCommand | None, first: Event | None
+    scan: CommandScan, ref: int, lazy: Lazy | None, made: OriginCommand | None, first: PastCommand | None
 ) -> Iterator[str]:
     """Yields what is not known, and why."""
     kept = f"the last {scan.node.outbox.sent - scan.first:,} commands of node {scan.node.rank}, which are kept"

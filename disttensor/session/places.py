@@ -667,6 +667,15 @@ class Places:
         """The places of meshes that are not closed, the oldest first."""
         return list(self._meshes.values())
 
+    def coordinates(self, rank: int) -> str:
+        """Says which rank of the largest mesh a node is, as in "dp=3 of the mesh (dp=4) of nodes 0 to 3 cpu"; "" for
+        one that is in none."""
+        within = [mesh for mesh in self.meshes if rank in mesh.ranks]
+        if not within:
+            return ""
+        largest = max(within, key=lambda mesh: len(mesh.ranks))
+        return f"{largest.where(largest.ranks.index(rank))} of {largest}"
+
     @property
     def every(self) -> list[Place]:
         """The places of nodes that there are, and those of meshes that are not closed."""

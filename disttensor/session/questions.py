@@ -13,7 +13,7 @@ from ..runtime.master.losses import EXIT_CAUSE_TIMEOUT
 from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.errors import DisttensorError, NonFiniteError
 from ..runtime.protocol.failure_ids import position
 from . import holdings
 from .agreement import agreed
@@ -30,6 +30,8 @@ class Questions:
     def __init__(self, link: Link, counted: Waits) -> None:
         self._link = link
         self._counted = counted
+        #: says which of a mesh's ranks a node is; "" for one that is in none
+        self.coordinates: Callable[[int], str] = lambda rank: ""
 
     def ask(
         self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
@@ -135,7 +137,10 @@ class Questions:
         if lost < 0 or failure.of_a_group:
             told = failure.told.holdings
             held = "" if told is None else holdings.memory_note(told, failure.rank, failure.makers)
-            return failure.exception(others, held=held)
+            error = failure.exception(others, held=held)
+            if isinstance(error, NonFiniteError) and (where := self.coordinates(failure.rank)):
+                error.add_note(f"  node {failure.rank} is {where}")
+            return error
         node = link.nodes[lost]
         if node.connection.number == failure.incarnation:
             with suppress(DisttensorError, TimeoutError), link.unheard():

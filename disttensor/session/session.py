@@ -130,6 +130,7 @@ class Session:
         """
         self.router.begin()
         self.places = Places(self, self.nodes)
+        self.questions.coordinates = self.places.coordinates
         self.router.take_addresses(
             0, {node.rank: node.hello.addresses for node in self.nodes}, Addresses(self.channel.address())
         )

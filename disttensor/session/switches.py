@@ -1,4 +1,5 @@
-"""Torch's switches (determinism, precision, kernels) as the script sets them, told to nodes in the order of issue."""
+"""Switches as the script sets them, told to nodes in the order of issue: torch's (determinism, precision, kernels), and
+whether nodes look at what they compute."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from ..runtime.master.node import Node
 from ..runtime.master.route import route
 from ..runtime.process import torch_switches
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.finite import CHECK_FINITE, INF, NAN
 
 
 class Switches:
@@ -19,6 +21,8 @@ class Switches:
         """``shared``: the nodes are threads of this process, so that its switches are theirs."""
         self._link, self._shared = link, shared
         self._told = dict(torch_switches.UNTOUCHED)
+        self._checks: list[bool] = []  #: those of finite numbers that are on: whether infinities count
+        self._check = ""  #: what nodes have been told of them
         self._called: dict[str, torch_switches.Setting] = {}  #: what was set by the older interface for float32
         self.lock = threading.RLock()  #: held while nodes are told
 
@@ -47,6 +51,20 @@ class Switches:
         if recorder is not None:
             recorder.switch(command)
 
+    def check_finite(self, infinities: bool, on: bool) -> None:
+        """Begins or ends a check of whether what nodes compute is finite; ``infinities``: whether these count, beside
+        NaN. What is issued until then is not looked at, and what comes next is; a graph as it is replayed."""
+        with self.lock:
+            if on:
+                self._checks.append(infinities)
+            else:
+                self._checks.remove(infinities)
+            check = INF if True in self._checks else NAN if self._checks else ""
+            if check != self._check and not self._link.closed:
+                self._check = check
+                for node in self._link.there():
+                    node.outbox.put(c.Switch(((CHECK_FINITE, check),)))
+
     def send_to_joined(self, nodes: Iterable[Node]) -> None:
         """Tells nodes that have joined the switches that the others have been told."""
         with self.lock:
@@ -58,4 +76,6 @@ class Switches:
         """Returns what tells a new process the switches that the nodes have been told."""
         with self.lock:
             changed = torch_switches.changed(torch_switches.UNTOUCHED, self._told, self._called)
-            return [c.Switch(tuple(changed.items()))] if changed and not self._shared else []
+            settings = () if self._shared else tuple(changed.items())
+            settings += ((CHECK_FINITE, self._check),) if self._check else ()
+            return [c.Switch(settings)] if settings else []

@@ -17,7 +17,15 @@ import torch
 
 from ..process import cells
 from ..protocol import commands as c
-from ..protocol.errors import CancelledError, DisttensorError, GeometryError, NodeLost, PeerFailed, RemoteError
+from ..protocol.errors import (
+    CancelledError,
+    DisttensorError,
+    GeometryError,
+    NodeLost,
+    NonFiniteError,
+    PeerFailed,
+    RemoteError,
+)
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, position
 
 #: The place where a command was issued: a code object and the index of the instruction in it. Cheaper than a line.
@@ -30,7 +38,7 @@ _KNOWN: dict[str, type[Exception]] = {
 } | {
     **{
         f"{kind.__module__}.{kind.__name__}": kind
-        for kind in (DisttensorError, CancelledError, GeometryError, PeerFailed)
+        for kind in (DisttensorError, CancelledError, GeometryError, NonFiniteError, PeerFailed)
     },
     "torch.OutOfMemoryError": torch.OutOfMemoryError,
     "torch._C._LinAlgError": torch._C._LinAlgError,  # type: ignore[attr-defined]
@@ -126,16 +134,21 @@ class Failure:
         """Returns whether the script has cancelled the command."""
         return self.told.kind == _CANCELLED
 
+    @property
+    def line(self) -> Site | None:
+        """The line that has issued the command; of one that a graph has recorded, which has recorded it."""
+        at = position(self.seq)[1]
+        recorded = self.site.recorded.get(self.rank, ()) if isinstance(self.site, Replayed) else ()
+        return recorded[at] if 0 <= at < len(recorded) else self.site
+
     def __str__(self) -> str:
         """Returns the whole failure as one text."""
         return f"{self.told.message}\n{self.where()}"
 
     def where(self) -> str:
         """Says which operator failed, on which node, and at which line of the user's."""
-        at = position(self.seq)[1]
-        recorded = self.site.recorded.get(self.rank, ()) if isinstance(self.site, Replayed) else ()
-        if 0 <= at < len(recorded):
-            where = f"  recorded: {_with_source(recorded[at])}\n  replayed: {_with_source(self.site)}"
+        if self.line is not self.site:
+            where = f"  recorded: {_with_source(self.line)}\n  replayed: {_with_source(self.site)}"
         else:
             where = f"  issued: {_with_source(self.site)}"
         if self.noted:
@@ -151,6 +164,8 @@ class Failure:
         """
         self.observed = True
         error = self._original() if loss is None else loss.fresh_copy()
+        if isinstance(error, NonFiniteError):
+            error.operator, error.node, error.line = self.told.op, self.rank, line_of(self.line)
         error.add_note(self.where() if loss is None else f"{self.where()}\n  as: {self.told.message}")
         if held:
             error.add_note(held)

@@ -22,7 +22,7 @@ from ..process.observing import CollectiveDone
 from ..process.page import COLLECTIVE
 from ..protocol import codec
 from ..protocol import commands as c
-from ..protocol.errors import PoisonedError, ProtocolError
+from ..protocol.errors import NonFiniteError, PoisonedError, ProtocolError
 from ..protocol.failure_ids import Poison, earliest
 from ..protocol.rank_lists import own_group, ranks_of
 from ..protocol.transfer_ids import COLLECTIVES
@@ -155,8 +155,13 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
             named = stream, number, command.kind, command.algorithm, tuple(ranks), size
             run = partial(seam.notify_end_of, seam.collective, CollectiveDone, run, *named)
         run()
+        if node.check is not None:
+            node.check.look_at(command.kind, tensors[given:], tensors[:given])
     except PoisonedError as error:
         _tell_master(node.channel, command, Poison(error.rank, error.seq))
+        raise
+    except NonFiniteError:
+        _tell_master(node.channel, command, Poison(node.rank, number))
         raise
     except Exception:
         node.channels.nodes.update(rank for rank in ranks if rank != node.rank)  # one of which may have told of a loss

@@ -14,7 +14,7 @@ import torch
 from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
-from ..process import page, role, torch_switches
+from ..process import page
 from ..process.observing import FunctionDone, NodeSeam
 from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
 from ..protocol import codec
@@ -162,6 +162,8 @@ class CommandExecutor(NodeState):
                 except Exception as e:  # reported now, and each call of the template is poisoned by it
                     template = Broken(command, PoisonRead(self.report_failure(command.op, e)))
                 self.templates[command.template] = template
+                if self.check is not None:
+                    self.look_at(template)
             case c.Forget():
                 self._forgotten.update(command.templates)
                 for number in self._forgotten - self.graphs.templates():
@@ -189,8 +191,7 @@ class CommandExecutor(NodeState):
             case c.Default():
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Switch():
-                if role.is_node():  # nodes that are threads have the script's switches, which are their process's
-                    torch_switches.put(command.settings)
+                self.switch(command)
             case c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
                 made = self.effect(command, self.tensor)
                 store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))

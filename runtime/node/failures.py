@@ -14,7 +14,7 @@ import torch
 
 from ..protocol import commands as c
 from ..protocol import values
-from ..protocol.errors import NO_MEMORY, BrokenError, NodeLost, PeerFailed
+from ..protocol.errors import NO_MEMORY, BrokenError, NodeLost, NonFiniteError, PeerFailed
 from ..protocol.failure_ids import MAX_ARGS, MAX_NAME, MAX_TEXT, attempt
 
 #: Python's own exception types, whose arguments are reported.
@@ -137,10 +137,13 @@ def _is_ours(file: str) -> bool:
 
 
 def _plain_args(error: Exception) -> tuple[c.Plain | tuple[c.Plain, ...], ...]:
-    """Returns the arguments that make the like of a built-in exception: a KeyError's key, an OSError's number.
+    """Returns the arguments that make the like of a built-in exception, or of a NonFiniteError: a KeyError's key, an
+    OSError's number.
 
     Only if they are plain and short.
     """
+    if type(error) is NonFiniteError:
+        return str(error), error.nan, error.inf, error.shape, error.finite
     if type(error) not in _BUILTIN:
         return ()
     args = error.__reduce__()[1]  # an OSError's file name is not among its args

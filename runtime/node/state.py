@@ -24,16 +24,18 @@ from ..channel.opened import Channels
 from ..collective.shared_pages import SharedPagesOfGroups
 from ..host.cuda_devices import in_use
 from ..host.memory_limit import begin_peak, memory_left, resident
-from ..process import role
+from ..process import role, torch_switches
 from ..process.observing import NodeSeam
 from ..protocol import codec
 from ..protocol import commands as c
 from ..protocol.allow_list import AllowList
 from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import Poison, replayed
+from ..protocol.finite import CHECK_FINITE, INF, NAN
 from ..protocol.traits import TRAITS
 from . import geometry, where
 from .failures import failure_report, is_shortage, name_of
+from .finite import FiniteCheck, remove_from
 from .held import HeldTensor
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
@@ -106,6 +108,8 @@ class NodeState:
         self.at = -1  #: in a replay: the index of the graph's command that is being applied
         #: what is gone with losses, the earliest first: refs below a bound, the lost node and its incarnation
         self.gone: list[tuple[int, int, int]] = []
+        #: what looks whether what is computed is finite, while the script wants that
+        self.check: FiniteCheck | None = None
         self.shortages = 0  #: commands that failed for want of memory
         self._short_at, self._streak = 0.0, 0  #: when the last of them was, and how many there were in a row
 
@@ -180,6 +184,27 @@ class NodeState:
         self.emit(c.Shapes(command.request, tuple(None if t is None else self.geometry(t) for t in results)))
         return results
 
+    def switch(self, command: c.Switch) -> None:
+        """Sets switches: torch's, and whether what is computed is looked at. Raises ProtocolError for a check that there
+        is not, ValueError and torch's own errors."""
+        settings = dict(command.settings)
+        found = settings.pop(CHECK_FINITE, None)
+        if found is not None:
+            if found not in ("", NAN, INF):
+                raise ProtocolError(f"there is no check {found!r}")
+            self.check = FiniteCheck(found == INF) if found else None
+            for template in self.templates.values():
+                self.look_at(template)
+        if role.is_node():  # nodes that are threads have the script's switches, which are their process's
+            torch_switches.put(settings.items())
+
+    def look_at(self, template: Template) -> None:
+        """Has what the calls of a template give be looked at, or not any more."""
+        if self.check is not None:
+            self.check.put_into(template, self.store.entries)
+        else:
+            remove_from(template, self.store.entries)
+
     def receive(self, command: c.Recv) -> Pending:
         """Begins to receive a tensor, and returns its stand-in."""
         shape, peer, transfer = command.shape, command.peer, command.transfer
@@ -207,6 +232,8 @@ class NodeState:
             raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
         for tensor in tensors:
             geometry.check_returned(tensor)
+        if self.check is not None:
+            self.check.look_at(name_of(command), tensors)
         geometries = tuple(map(self.geometry, tensors))
         made: list[Any] = list(tensors) if command.outs else []
         if command.token:

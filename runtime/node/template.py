@@ -34,7 +34,7 @@ class Template:
 
     __slots__ = (
         "aloud", "call", "foreseen", "holes", "keyword", "loud", "mutated", "name", "op", "outs", "over", "positional",
-        "run", "single", "views",
+        "run", "single", "unchecked", "views",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,8 @@ class Template:
         self.aloud: Callable[[Entries], Run] = partial(caller, plain_path(op), positional, keyword)
         if self.foreseen:
             self.over = self.aloud = partial(_dropping, self.aloud)
+        #: ``over`` and ``aloud`` without the check of what they give, while there is one (finite.py)
+        self.unchecked: tuple[Callable[[Entries], Run], ...] | None = None
         self.call = self.over(entries)
         returns = op._schema.returns
         self.single = len(returns) == 1 and str(returns[0].type) == "Tensor"  # not a list of one tensor
@@ -138,6 +140,7 @@ class Broken(Template):
     def __init__(self, define: c.Define, why: Exception) -> None:
         self.name, self.outs, self.mutated = define.op, define.outs, ()
         self.foreseen = self.loud = self.views = False
+        self.unchecked = None
         self.holes = tuple(holes((*define.args, *(s for _, s in define.kwargs))))
 
         def refuse(out: int, args: tuple[c.Plain, ...]) -> Any:

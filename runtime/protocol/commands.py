@@ -281,7 +281,7 @@ class Default(Message, frozen=True, tag=27):
 
 class Switch(Message, frozen=True, tag=75):
     """Sets switches of torch's that hold for the node's whole process (process/torch_switches.py), as the script has
-    set its own, from now on."""
+    set its own, from now on; and the node's own one of finite.py."""
 
     settings: tuple[tuple[str, Plain | tuple[Plain, ...]], ...]
 

@@ -7,6 +7,7 @@
       ProtocolError     the other end broke the protocol (wrong version, gap in the sequence, unknown command)
       GeometryError     an operation gave a node's tensor another shape or other strides than its proxy has
       RanksDiffer       the nodes of a mesh have different values where the script asks for one
+      NonFiniteError    an operation gave NaN or infinity, and the script has asked for an error then
       VerifyError       a node's result is not that of local torch (``verify=``)
       GraphError        a graph can't record something, or can't replay it as it was recorded
       StartError        nodes could not be started
@@ -126,6 +127,34 @@ class GeometryError(DisttensorError):
 
 class GraphError(DisttensorError):
     """Something can't be recorded into a graph, or a graph can't be replayed as it was recorded."""
+
+
+class NonFiniteError(DisttensorError, FloatingPointError):
+    """An operation has given NaN or infinity, while ``dt.seeing.check_finite`` was on.
+
+    Attributes: ``operator``, ``node``, ``line`` (of the user's program), ``shape`` (of what it has given), how many
+    of its elements are NaN (``nan``) and infinite (``inf``), and ``finite``: whether each of its operands was finite,
+    eight at most; None for one that it has written.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        nan: int = 0,
+        inf: int = 0,
+        shape: tuple[int, ...] = (),
+        finite: tuple[bool | None, ...] = (),
+        operator: str = "",
+        node: int = -1,
+        line: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.nan, self.inf, self.shape, self.finite = nan, inf, tuple(shape), tuple(finite)
+        self.operator, self.node, self.line = operator, node, line
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[Any, ...]]:
+        where = (self.operator, self.node, self.line)
+        return type(self), (str(self), self.nan, self.inf, self.shape, self.finite, *where)
 
 
 class VerifyError(DisttensorError):

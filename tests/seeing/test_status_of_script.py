@@ -185,6 +185,8 @@ def test_a_mesh_is_one_row_and_smaller_ones_in_it_are_none() -> None:
 @pytest.mark.usefixtures("session")
 def test_a_lost_node_has_a_row() -> None:
     mesh = dt.mesh(dp=4)
+    x = torch.ones(3, device=mesh.device) * 2
+    dt.synchronize()
     dt.kill(1)
     status = dt.seeing.status()
     assert [it.state for it in status.nodes] == ["idle", "lost", "idle", "idle"]
@@ -192,6 +194,10 @@ def test_a_lost_node_has_a_row() -> None:
     assert status.scalars()["nodes/lost"] == 1
     assert status.meshes[0].says.startswith("dp=1 lost: killed by disttensor.kill, at ")
     assert [it.state for it in dt.seeing.status(mesh).nodes] == ["idle", "lost", "idle", "idle"]
+    origin = dt.seeing.whence(x)
+    assert origin.failure.startswith("dp=1: node 1 is lost: killed by disttensor.kill, at ")
+    assert [bool(each.failure) for each in origin.ranks] == [False, True, False, False]
+    assert {each.made.operator for each in origin.ranks if each.made is not None} == {"aten::mul.Tensor"}
 
 
 @pytest.mark.usefixtures("session")

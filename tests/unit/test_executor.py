@@ -67,6 +67,13 @@ def test_frees(ready: Node) -> None:
     assert ready.do(c.Free(1, (1, 5)), c.Free(-4, ()), c.Free(2**62, (2**62,))) == []  # again, and what never was
 
 
+def test_a_check_that_there_is_not(ready: Node) -> None:
+    (told,) = ready.do(c.Switch((("check_finite", "sometimes"),)))
+    assert isinstance(told, c.Failed)
+    assert told.message == "there is no check 'sometimes'"
+    assert ready.do(c.Switch((("check_finite", "inf"),)), c.Call(2, 3, (2, 1)), c.Switch((("check_finite", ""),))) == []
+
+
 def test_memory_and_seed(ready: Node) -> None:
     assert ready.do(c.Memory(1, "")) == [c.MemoryUsage(1, 2, 32)]
     before = torch.get_rng_state()

@@ -120,8 +120,7 @@ class Scheduler(Lanes):
                 self._let_go()
             case c.Forget():
                 self._apply(command)
-                for lane in self._all:
-                    lane.twins.clear()
+                self._drop_twins()
             case c.Sync():
                 self.when_done(lambda: node.synchronized(command))
             case c.Memory():
@@ -136,8 +135,14 @@ class Scheduler(Lanes):
             case c.Default() | c.Switch() | c.GraphPart() | c.EndGraph() | c.Discard():  # these concern all streams
                 self.wait_for(self.busy())
                 self._apply(command)
+                if isinstance(command, c.Switch):  # templates may make other closures now (finite.py)
+                    self._drop_twins()
             case _:
                 self._apply(command)
+
+    def _drop_twins(self) -> None:
+        for lane in self._all:
+            lane.twins.clear()
 
     def stream(self, command: c.MakeStream) -> None:
         """Makes a stream."""
