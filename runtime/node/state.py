@@ -185,8 +185,10 @@ class NodeState:
         return results
 
     def switch(self, command: c.Switch) -> None:
-        """Sets switches: torch's, and whether what is computed is looked at. Raises ProtocolError for a check that there
-        is not, ValueError and torch's own errors."""
+        """Sets switches: torch's, and whether what is computed is looked at.
+
+        Raises ProtocolError for a check that there is not, ValueError and torch's own errors.
+        """
         settings = dict(command.settings)
         found = settings.pop(CHECK_FINITE, None)
         if found is not None:
