@@ -124,6 +124,21 @@ def test_templates_and_places_stay(cluster: Cluster) -> None:
     assert [torch.ones(3).to(device).device for device in devices] == devices
 
 
+@pytest.mark.parametrize("cluster", ["threads"], indirect=True)
+def test_it_looks_at_what_it_computes_and_what_was_held_has_no_value(cluster: Cluster) -> None:
+    held = torch.ones(3, device=f"node:{NODE}")
+    with dt.seeing.check_finite():
+        cluster.again()
+        x = torch.zeros(3, device=f"node:{NODE}")
+        x / x
+        with pytest.raises(dt.errors.NonFiniteError, match=r"aten::div\.Tensor has given float32 \(3,\) with 3 NaN"):
+            dt.synchronize()
+    x / x
+    dt.synchronize()
+    assert dt.seeing.whence(held).failure == f"it was lost with an earlier worker in the place of node {NODE}"
+    assert dt.seeing.whence(x).failure == ""
+
+
 def test_streams_go_on(cluster: Cluster) -> None:
     side, dropped = dt.Stream(node=NODE), dt.Stream(node=NODE)
     with dt.stream(side):
