@@ -56,7 +56,8 @@ def whence(tensor: Any, *, timeout: float = PATIENCE) -> Origin:
 
 
 def _name(place: Place, index: int) -> str:
-    """Returns the name of one of a place's members: a mesh's by its coordinates, a node without a default device."""
+    """Returns the name of one of a place's members: its coordinates in a mesh; else its node, and another device of it
+    than the default one."""
     member = place.members[index]
     if isinstance(place, MeshPlace):
         return place.where(index)
