@@ -31,19 +31,27 @@ from ..protocol import side
 #: The most events of one message.
 PART = 4096
 
-#: The notes of each event, beside its times and the fields whose names are those of the note.
-_NOTED: dict[type, Callable[[Any], dict[str, Any]]] = {
-    BatchApplied: lambda it: {"kind": "applied", "what": f"{it.commands} commands"},
-    CommandBegun: lambda it: {"kind": "begun"},
-    CommandDone: lambda it: {"kind": "done"},
-    CollectiveDone: lambda it: {"kind": "collective"},
-    FunctionDone: lambda it: {"kind": "function"},
-    GraphReplayed: lambda it: {"kind": "graph", "what": str(it.graph)},
-    TransferDone: lambda it: {
-        "kind": "sent" if it.sent else "received", "what": f"{it.channel} {it.use}".rstrip(),
-    },
+#: What is noted of each event.
+_NOTED: dict[type, Callable[[Any], side.Noted]] = {
+    BatchApplied: lambda it: side.Noted(
+        "applied", it.at, it.began, number=it.number, what=f"{it.commands} commands", bytes=it.bytes
+    ),
+    CommandBegun: lambda it: side.Noted("begun", it.at, it.at, it.stream, it.number, it.what),
+    CommandDone: lambda it: side.Noted("done", it.at, it.began, it.stream, it.number, it.what),
+    CollectiveDone: lambda it: side.Noted(
+        "collective", it.at, it.began, it.stream, it.number, it.what, bytes=it.bytes, failed=it.failed
+    ),
+    FunctionDone: lambda it: side.Noted(
+        "function", it.at, it.began, it.stream, it.number, it.what, failed=it.failed
+    ),
+    GraphReplayed: lambda it: side.Noted(
+        "graph", it.at, it.began, it.stream, it.number, str(it.graph), failed=it.failed
+    ),
+    TransferDone: lambda it: side.Noted(
+        "sent" if it.sent else "received", it.at, it.began, what=f"{it.channel} {it.use}".rstrip(),
+        transfer=it.transfer, peer=it.peer, bytes=it.bytes,
+    ),
 }  # fmt: skip
-_FIELDS = frozenset(side.Noted.__struct_fields__)
 
 
 class Gathering:
@@ -84,9 +92,7 @@ class Gathering:
             return side.Gathered(request, self._seam.clock.now(), self._first, events, more)
 
     def _keep_event(self, event: Any) -> None:
-        fields = {**event._asdict(), **_NOTED[type(event)](event)}
-        fields.setdefault("began", event.at)
-        seen = side.Noted(**{name: fields[name] for name in _FIELDS & fields.keys()})
+        seen = _NOTED[type(event)](event)
         with self._lock:
             self._events.append(seen)
             while len(self._events) > self._room:
