@@ -2,13 +2,17 @@
 
 ``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.whence(x)`` says where a
 tensor comes from.
+``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.profile()`` records a
+timeline.
 """
 
 from __future__ import annotations
 
 from .finite import check_finite
 from .origin import Origin, OriginCommand
+from .profile import Profile, profile
 from .reading import status
+from .regions import Region, region
 from .status import (
     ActorStatus,
     CompileStatus,
@@ -37,12 +41,16 @@ __all__ = [
     "NodeStatus",
     "Origin",
     "OriginCommand",
+    "Profile",
     "QueueStatus",
+    "Region",
     "ScriptStatus",
     "ScriptWait",
     "TransferStatus",
     "UndertakingStatus",
     "check_finite",
+    "profile",
+    "region",
     "status",
     "whence",
 ]

@@ -151,7 +151,7 @@ class Transfers:
             keep_until_done(self.staged, transfer, size, sending)
         elif not non_blocking:
             with undertakings.mine.during(partial(_words_of_upload, place.node, size, sending)):
-                self.wait_for_transfer(sending, place.node)
+                self.wait_for_transfer(sending, place.node, number=transfer)
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
 
@@ -178,9 +178,9 @@ class Transfers:
         Raises as ``wait_for_transfer``.
         """
         began = time.perf_counter()
-        receiving, _ = self._receive(tensor, place, ref, None, site)
+        receiving, number = self._receive(tensor, place, ref, None, site)
         self.link.sender.flush_all()
-        self.wait_for_transfer(receiving, place.node, counted=True)
+        self.wait_for_transfer(receiving, place.node, counted=True, number=number)
         self._counted.add(site, time.perf_counter() - began)
         place.outbox.restart()
         return receiving.tensor
@@ -224,14 +224,14 @@ class Transfers:
                 self.wait(transfer, node, timeout)
 
     def wait_for_transfer(
-        self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False
+        self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False, number: int = 0
     ) -> None:
         """Waits for a transfer; raises its error: the one that made the sender's tensor fail, NodeLost, a ChannelError.
         ``counted``: the caller counts the wait of the line.
 
         Raises TimeoutError after ``timeout`` seconds.
         """
-        self.wait(transfer, node, timeout, counted)
+        self.wait(transfer, node, timeout, counted, number)
         try:
             transfer.wait(0)
         except PoisonedError as e:
@@ -244,15 +244,23 @@ class Transfers:
         if late_warnings.pending:
             late_warnings.show_warnings()
 
-    def wait(self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False) -> None:
+    def wait(
+        self, transfer: Transfer, node: int, timeout: float | None = None, counted: bool = False, number: int = 0
+    ) -> None:
         """Waits for a transfer's end as for a reply, so that a lost node and Ctrl-C end the waiting. ``counted`` as in
-        ``wait_for_transfer``."""
+        ``wait_for_transfer``; ``number``: the transfer's, where it is known, for observers."""
         if not transfer.is_completed():
             self.link.sender.flush_all()
-            request = Request(-1, node)
+            request = Request(-(number or self._number_of(transfer)), node)
             request.counted = counted
             when_done(transfer, request.resolve)
             self.link.waiting.wait(request, timeout, until=transfer.is_completed)
+
+    def _number_of(self, transfer: Transfer) -> int:
+        """Returns the number of a fetch that observers are to know when it has been waited for; 1 where it is none."""
+        if not self.link.seam.waited.listeners:
+            return 1
+        return next((number for number, (_, it) in list(self.arriving.items()) if it is transfer), 1)
 
     def forked(self) -> None:
         """Replaces the locks, in a forked child: a thread of the parent may have held one."""

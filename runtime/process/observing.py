@@ -75,7 +75,9 @@ class WaitEnded(NamedTuple):
     at: float
     began: float
     node: int
-    request: int  #: the request's number, which its command has as well; 0 and less: it waited for something else
+    request: (
+        int  #: the request's number, which its command has as well; below -1 a transfer's, negated; else something else
+    )
 
 
 class NodeGone(NamedTuple):

@@ -30,6 +30,8 @@ def without_figures(text: str) -> str:
 
 @pytest.mark.parametrize(("program", "shown"), SHOWN.findall(PAGE), ids=PROGRAMS)
 def test_a_program_prints_what_the_page_shows(program: str, shown: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("program", "shown"), SHOWN.findall(PAGE), ids=["status", "profile"])
+def test_the_program_prints_what_the_page_shows(tmp_path: Path, program: str, shown: str) -> None:
     (tmp_path / "train.py").write_text(program)
     printed = python("train.py", cwd=tmp_path).replace(str(tmp_path), FOLDER)
     printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, printed)

@@ -1,0 +1,154 @@
+"""``dt.seeing.profile("t.json.gz")``: a timeline of what the script and the nodes do in a ``with`` block."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+from ..dispatch.call_site import here
+from ..runtime.master.failures import Site, short_line
+from ..runtime.protocol.bundle import VERSION
+from ..runtime.protocol.errors import DisttensorError
+from ..session import current
+from ..session.session import Session
+from .chrome_trace import ChromeTrace, encode, write
+from .recording import ProfileRecord, Recording
+from .regions import RegionEnded
+from .shares import table
+
+
+class OneAtATime:
+    """The place of the profile that a session records, of which there is one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._line = ""
+
+    def enter(self, line: str) -> None:
+        """Takes the place for a profile that ``line`` begins. Raises DisttensorError where it is taken."""
+        with self._lock:
+            if self._is_taken:
+                raise DisttensorError(
+                    f"a profile is recorded already, begun at {self._line}: a session records one at a time, so leave "
+                    "the inner dt.seeing.profile out"
+                )
+            self._is_taken, self._line = True, line
+
+    def leave(self) -> None:
+        with self._lock:
+            self._is_taken = False
+
+    def forked(self) -> None:
+        """Frees the place in a forked child, whose parent records."""
+        self._lock, self._is_taken = threading.Lock(), False
+
+
+class Profile:
+    """A profile. It records inside of its ``with`` block, at whose end it waits for what was issued there, and writes
+    its file."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = "" if path is None else os.fspath(path)
+        self._session: Session | None = None
+        self._recording: Recording | None = None
+        self._record: ProfileRecord | None = None
+        self._steps, self._stepped = 0, 0.0
+
+    def __repr__(self) -> str:
+        state = "recorded" if self._record else "recording" if self._recording else "not begun"
+        return f"<disttensor.seeing.Profile {self._path!r} {state}>"
+
+    def __enter__(self) -> Profile:
+        self.begin_recording(here())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_recording(wait=kind is None)
+
+    def begin_recording(self, site: Site | None = None) -> None:
+        """Begins to record, for a line of the script; None: for somebody else.
+
+        Raises DisttensorError without a session, where a profile is recorded already, and for nodes that are threads of
+        the script; OSError for a file that can't be written.
+        """
+        session = current.session()
+        place, recording = session.part(OneAtATime), Recording(session.link)
+        place.enter(short_line(site) or "another terminal")
+        try:
+            if self._path:
+                write(b"", self._path, begins=True)  # raises now what it would raise when all is recorded
+            recording.begin()
+        except BaseException:
+            recording.end()
+            place.leave()
+            raise
+        self._session, self._recording, self._record = session, recording, None
+        self._steps, self._stepped = 0, session.link.clock.now()
+
+    def step(self) -> None:
+        """Ends a step of the script: the timeline has each from the one before, as torch's profiler names them. Does
+        nothing outside of the block."""
+        if self._recording is not None and self._session is not None:
+            now = self._session.link.clock.now()
+            self._recording.note_region(RegionEnded(now, self._stepped, f"ProfilerStep#{self._steps}"))
+            self._steps, self._stepped = self._steps + 1, now
+
+    def end_recording(self, wait: bool = True) -> None:
+        """Ends the recording and writes the file. ``wait``: for what was issued and is not done, first.
+
+        What can't be had of a node, as it is lost, is missing, and the file says so.
+        """
+        session, recording = self._session, self._recording
+        if session is None or recording is None or session.link.is_forked:
+            return
+        try:
+            if wait and not session.link.closed:
+                session.questions.sync_all()
+        finally:  # Ctrl-C ends that wait, and what is recorded is written all the same
+            try:
+                recording.stop()
+                recording.collect()
+            finally:
+                recording.end()
+                self._record, self._recording = recording.record(), None
+                session.part(OneAtATime).leave()
+                if self._path:
+                    write(encode(self.to_dict(), self._path), self._path)
+
+    def table(self) -> str:
+        """Returns tables: for how long each node was busy, waited for the script, waited for nodes, or was idle while
+        the script waited; and the lines of the script with whose commands nodes spent most time.
+
+        Raises DisttensorError before the end.
+        """
+        return table(self._recorded()[1])
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns what the file has, as JSON has it. Raises DisttensorError before the end."""
+        session, record = self._recorded()
+        return ChromeTrace(record).to_dict(len(session.nodes), session.channel.name, {"version": VERSION})
+
+    def _recorded(self) -> tuple[Session, ProfileRecord]:
+        if self._record is None or self._session is None:
+            raise DisttensorError("nothing is recorded yet: a profile has its timeline after its `with` block")
+        return self._session, self._record
+
+
+def profile(path: str | os.PathLike[str] | None = None) -> Profile:
+    """Records a timeline of a ``with`` block: what the script issues and waits for, what each node does, what travels
+    between them, and which of it belongs together.
+
+    The file opens in Perfetto (https://ui.perfetto.dev), chrome://tracing and TensorBoard. Each process keeps its last
+    100,000 events. At its end the block waits until the nodes have done what was issued, unless it ends by an error.
+
+    Args:
+        path: the file; compressed if the name ends in ``.gz``. None: no file.
+
+    Raises, when the block begins, DisttensorError where a profile is recorded already, or nodes are threads of the
+    script; OSError for a file that can't be written.
+    """
+    return Profile(path)

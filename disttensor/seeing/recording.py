@@ -1,0 +1,318 @@
+"""Records the events of a profile: of the script's end, and of each node's, in rings that forget the oldest.
+
+    script  seam (process/observing.py)  --> Recording's listeners   --> rings here
+    node    its seam --> node/gathering.py, a ring there --> LookingIn.fetch, by the side channel --> NodeRecord
+
+Nothing is computed while it records: what belongs to what is found afterwards (arrows.py, chrome_trace.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from ..dispatch.call_site import here
+from ..runtime.master.failures import Site, short_line
+from ..runtime.master.link import Link
+from ..runtime.master.looking_in import ROOM, NodeEvent, NodeEvents
+from ..runtime.process.observing import CommandIssued, MessageSent, NodeGone, Point, TransferDone, WaitEnded
+from ..runtime.process.signals import uninterrupted
+from ..runtime.protocol import side
+from ..runtime.protocol.errors import DisttensorError
+from . import regions
+
+#: The points of nodes at which a profile listens.
+POINTS: tuple[side.Point, ...] = ("collective", "commands", "function", "graph", "transferred")
+#: The most bytes of messages that are kept: functions travel in them.
+MOST_BYTES = 64 << 20
+#: Seconds in which a node says what it has recorded. Its side channel answers whatever the node is at.
+ANSWER = 5.0
+#: How often each node is asked for the time at either end of a profile: the shortest way there and back counts.
+TRIES = 4
+
+T = TypeVar("T")
+
+
+class IssuedCommand(NamedTuple):
+    """A command that a line has issued."""
+
+    at: float
+    nodes: tuple[int, ...]
+    stream: str
+    kind: type  #: of the command
+    site: Site | None
+    thread: int
+
+
+class Waited(NamedTuple):
+    """A wait of a thread for a node, with the line."""
+
+    at: float
+    began: float
+    node: int
+    request: int  #: the request that it waited for; below -1 a transfer's number, negated
+    site: Site | None
+    thread: int
+
+
+class Named(NamedTuple):
+    """A part of the script that has a name."""
+
+    at: float
+    began: float
+    name: str
+    thread: int
+
+
+class SentMessage(NamedTuple):
+    """A message of commands that has left."""
+
+    at: float
+    node: int
+    number: int  #: of its first command
+    sites: tuple[Site | None, ...]
+    message: bytes
+
+
+class Loss(NamedTuple):
+    """The loss of a node."""
+
+    at: float
+    node: int
+    why: str
+
+
+class Ring(Generic[T]):
+    """The last events of one kind, at most ``ROOM``. Any thread may append."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        self._kept: deque[T] = deque(maxlen=room)
+        self._count = count()
+
+    def append(self, event: T) -> None:
+        self._kept.append(event)
+        next(self._count)
+
+    def kept_events(self) -> tuple[list[T], int]:
+        """Returns the events, and how many were forgotten."""
+        kept = list(self._kept)
+        return kept, max(0, next(self._count) - len(kept))
+
+
+class MessageRing:
+    """The last messages, with at most ``ROOM`` commands and ``MOST_BYTES``. Its caller holds the link's lock."""
+
+    def __init__(self, room: int = ROOM, most: int = MOST_BYTES) -> None:
+        self._kept: deque[SentMessage] = deque()
+        self._room, self._most = room, most
+        self._commands = self._bytes = self._dropped = 0
+
+    def append(self, sent: SentMessage) -> None:
+        self._kept.append(sent)
+        self._commands += len(sent.sites)
+        self._bytes += len(sent.message)
+        while self._commands > self._room or self._bytes > self._most:
+            old = self._kept.popleft()
+            self._commands -= len(old.sites)
+            self._bytes -= len(old.message)
+            self._dropped += len(old.sites)
+
+    def kept_events(self) -> tuple[list[SentMessage], int]:
+        """Returns the messages, and how many commands were in those that were forgotten."""
+        return list(self._kept), self._dropped
+
+
+@dataclass
+class NodeRecord:
+    """The events of one node, and its clock."""
+
+    rank: int
+    host: str = ""
+    device: str = "cpu"
+    events: list[NodeEvent] = field(default_factory=list)
+    dropped: int = 0  #: events that are missing, as there were more than the node keeps
+    ahead: float = 0.0  #: seconds by which its clock is ahead of the script's
+    within: float = float("inf")  #: by how many seconds that may be wrong
+    missing: str = "it was not asked"  #: why its events could not be had; "" where they could
+
+
+@dataclass
+class ProfileRecord:
+    """All that was recorded. Times of the script's events are by its clock, those of a node's by the node's."""
+
+    began: float
+    ended: float
+    wall: int  #: nanoseconds since 1970 at the begin
+    issued: Sequence[IssuedCommand]
+    sent: Sequence[SentMessage]
+    waits: Sequence[Waited]
+    transfers: Sequence[TransferDone]  #: of the script
+    losses: Sequence[Loss]
+    regions: Sequence[Named]
+    nodes: dict[int, NodeRecord]
+    last: dict[int, int]  #: by node: the number of the first command that was sent after the end
+    threads: dict[int, str]  #: the names of the script's threads, by identifier; "" is the main one
+    dropped: dict[str, int] = field(default_factory=dict)  #: events of the script that were forgotten, by kind
+
+
+class Looks(Protocol):
+    """The way to nodes' events: ``LookingIn``."""
+
+    def watch(self, ranks: Iterable[int], points: Collection[Any], room: int = ROOM) -> None: ...
+
+    def fetch(self, rank: int, timeout: float = ANSWER) -> NodeEvents: ...
+
+
+class Recording:
+    """A recording of one session's events, from ``begin`` to ``end``."""
+
+    def __init__(self, link: Link, looking: Looks | None = None) -> None:
+        """``looking``: the way to nodes' events, where it is not the link's own."""
+        self._link = link
+        self._looking: Looks = link.looking if looking is None else looking
+        self._issued, self._waits = Ring[IssuedCommand](), Ring[Waited]()
+        self._transfers, self._losses, self._regions = Ring[TransferDone](), Ring[Loss](), Ring[Named]()
+        self._sent = MessageRing()
+        self._nodes: dict[int, NodeRecord] = {}
+        self._began = self._ended = 0.0
+        self._wall = 0
+        self._last: dict[int, int] = {}
+        seam = link.seam
+        self._listeners: list[tuple[Point[Any], Callable[[Any], None]]] = [
+            (seam.issued, self._note_issued),
+            (seam.sent, self._note_sent),
+            (seam.waited, self._note_waited),
+            (seam.transferred, self._transfers.append),
+            (seam.lost, self._note_lost),
+            (regions.ended, self.note_region),
+        ]
+
+    def begin(self) -> None:
+        """Has the script and the nodes note what happens. A node that does not answer notes it as soon as it can.
+
+        Raises DisttensorError for nodes that are threads of the script, which can't be watched.
+        """
+        link = self._link
+        ranks = [node.rank for node in link.nodes if node.lost is None]
+        self._looking.watch(ranks, POINTS)
+        for rank in ranks:
+            hello = link.nodes[rank].said_hello
+            devices = link.nodes[rank].devices
+            self._nodes[rank] = NodeRecord(
+                rank, "" if hello is None else hello.host, devices[1:2][0] if devices[1:] else "cpu"
+            )
+            self._ask_time(self._nodes[rank])
+        link.sender.flush_all()  # each command that is sent from now on is issued from now on
+        self._add_listeners()
+
+    def _ask_time(self, node: NodeRecord) -> None:
+        """Asks a node what time it is; drops what it has noted so far."""
+        with suppress(DisttensorError, TimeoutError):  # what is the matter with it is noted at the end
+            for _ in range(TRIES):
+                _keep_clock(node, self._looking.fetch(node.rank, ANSWER))
+
+    @uninterrupted
+    def _add_listeners(self) -> None:
+        link = self._link
+        with link.lock:
+            for point, listener in self._listeners:
+                point.add(listener)
+            self._began, self._wall = link.clock.now(), time.time_ns()
+
+    @uninterrupted
+    def stop(self) -> None:
+        """Has the script note nothing more. Calling it twice is fine."""
+        link = self._link
+        with link.lock:
+            for point, listener in self._listeners:
+                point.remove(listener)
+            if not self._ended:
+                self._ended = link.clock.now()
+                self._last = {node.rank: node.outbox.sent for node in link.nodes}
+
+    def collect(self) -> None:
+        """Fetches what nodes have noted, and has them note nothing more. Of one that can't say it the reason is kept.
+
+        Each is asked in pieces, beside the commands: what the node is at does not matter.
+        """
+        for rank, node in self._nodes.items():
+            try:
+                for _ in range(TRIES):
+                    found = self._looking.fetch(rank, ANSWER)
+                    node.events += found.events
+                    node.dropped += found.dropped
+                    _keep_clock(node, found)
+                node.missing = ""
+            except (DisttensorError, TimeoutError) as e:
+                node.missing = str(e).partition("\n")[0]
+
+    def end(self) -> None:
+        """Has nobody note anything more. Calling it twice is fine."""
+        self.stop()
+        for rank in self._nodes:
+            with suppress(DisttensorError):  # it is lost, or all is over
+                self._looking.watch([rank], ())
+
+    def record(self) -> ProfileRecord:
+        """Returns what was recorded."""
+        dropped = dict[str, int]()
+        names = {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
+        names[threading.main_thread().ident or 0] = ""
+        issued, dropped["issued"] = self._issued.kept_events()
+        sent, dropped["sent"] = self._sent.kept_events()
+        waits, dropped["waits"] = self._waits.kept_events()
+        transfers, dropped["transfers"] = self._transfers.kept_events()
+        losses, dropped["losses"] = self._losses.kept_events()
+        named, dropped["regions"] = self._regions.kept_events()
+        return ProfileRecord(
+            self._began, self._ended or self._link.clock.now(), self._wall, issued, sent, waits, transfers, losses,
+            named, self._nodes, self._last, names, dropped,
+        )  # fmt: skip
+
+    # ---- listeners ---------------------------------------------------------------------------------------------------
+
+    def _note_issued(self, event: CommandIssued) -> None:
+        kind = type(event.command)
+        self._issued.append(IssuedCommand(event.at, event.nodes, event.stream, kind, event.site, threading.get_ident()))
+
+    def _note_sent(self, event: MessageSent) -> None:
+        self._sent.append(SentMessage(event.at, event.node, event.number, tuple(event.sites), event.message))
+
+    def _note_waited(self, event: WaitEnded) -> None:
+        self._waits.append(Waited(event.at, event.began, event.node, event.request, here(), threading.get_ident()))
+
+    def note_region(self, event: regions.RegionEnded) -> None:
+        """Keeps a part of the script that has a name, and has ended in this thread."""
+        self._regions.append(Named(event.at, event.began, event.name, threading.get_ident()))
+
+    def _note_lost(self, event: NodeGone) -> None:
+        self._losses.append(Loss(event.at, event.node, str(event.error).partition("\n")[0]))
+
+
+class LineNames:
+    """The lines of sites in words, each of which is found once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], str] = {}
+
+    def of(self, site: Site | None) -> str:
+        """Returns a line such as "train.py:12"; "" where it is not known. The site's code has to stay."""
+        if site is None:
+            return ""
+        key = id(site[0]), site[1]  # by id: hashing a code object hashes its bytecode each time
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = short_line(site)
+        return found
+
+
+def _keep_clock(node: NodeRecord, found: NodeEvents) -> None:
+    """Keeps what an answer says of a node's clock, if it came faster than others."""
+    if found.within < node.within:
+        node.ahead, node.within = found.ahead, found.within

@@ -1,0 +1,39 @@
+"""Profiles of sessions that end, lose nodes, or can't be recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from trace_schema import read, slices
+
+import disttensor as dt
+from disttensor import testing
+from disttensor.session import current
+
+
+def test_a_node_that_is_lost(tmp_path: Path) -> None:
+    with dt.init_master_worker(nodes=2, threads=1):
+        with dt.seeing.profile(tmp_path / "t.json"):
+            torch.ones(3, device="node:0").neg_().cpu()
+            testing.kill(1)
+            with pytest.raises(dt.NodeLost):
+                torch.ones(3, device="node:1").cpu()
+        trace = read(tmp_path / "t.json")
+        assert slices(trace, name="aten::neg_", pid=2)
+        (loss,) = (each for each in trace["traceEvents"] if each["ph"] == "i")
+        assert (loss["name"], loss["pid"]) == ("node 1 is lost", 3)
+        assert trace["disttensor"]["nodes"]["1"]["missing"]
+        assert not trace["disttensor"]["nodes"]["0"]["missing"]
+        with dt.seeing.profile(tmp_path / "later.json"):
+            torch.ones(3, device="node:0").neg_().cpu()
+        assert slices(read(tmp_path / "later.json"), name="aten::neg_", pid=2)
+
+
+def test_nodes_that_are_threads_are_not_recorded(tmp_path: Path) -> None:
+    with dt.init_master_worker(nodes=1, launcher="inproc"):
+        for _ in range(2):
+            with pytest.raises(dt.DisttensorError, match="launcher='inproc'"):
+                dt.seeing.profile().begin_recording()
+            assert not any(point.listeners for point in current.session().link.seam.points().values())
