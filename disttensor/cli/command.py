@@ -16,7 +16,7 @@ _COMMANDS = {
     "ray-agent": "disttensor.runtime.launch.starters.ray_agent",
 }
 #: Those for jobs that run already (jobs.py). A script of such a name is written ./ps.
-_JOBS = {"ps", "status", "top", "stack", "logs", "kill"}
+_JOBS = {"ps", "status", "top", "stack", "logs", "trace", "kill"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The commands of dtrun for jobs that run already: ps, status, top, stack, logs, kill. The job itself answers them.
+"""The commands of dtrun for jobs that run already: ps, status, top, stack, logs, trace, kill. The job itself answers.
 
     dtrun status --> the job's socket on this host (runtime/host/job_sockets.py) --> a thread of the script's
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import os
 import re
 import select
@@ -31,6 +32,8 @@ from ..runtime.host.job_sockets import (
     OutputLine,
     StackAnswer,
     StatusAnswer,
+    TraceAnswer,
+    TraceBegun,
     find_jobs,
     pid_of,
 )
@@ -43,6 +46,12 @@ from .options import Parser
 PS = 2.0
 #: Seconds between two looks for new output.
 FOLLOW = 0.25
+#: Seconds between two questions whether a timeline is there.
+TRACED = 0.2
+#: Seconds in which it is.
+TRACE = 60.0
+#: Seconds that a timeline takes unless another number is given.
+SECONDS = 10.0
 #: Seconds in which a job that is to end has ended.
 END = 10.0
 #: The exit code of a command that can't be done, and of a status with a lost node.
@@ -187,6 +196,41 @@ def lines(job: FoundJob, nodes: tuple[int, ...], follow: bool) -> Iterator[Outpu
             time.sleep(FOLLOW)
 
 
+def _trace(options: argparse.Namespace) -> int:
+    job, path = find(options.job), options.output
+    part = f"{path}.part"
+    # Made before the job records, as it can't be made perhaps; for this user alone, as it names the script's lines.
+    try:
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as e:
+        raise NotDone(f"{part} can't be written: {e.strerror}") from None
+    try:
+        with open(file, "wb") as sink:
+            data = _record(job, options.seconds)
+            sink.write(data if path.endswith(".gz") else gzip.decompress(data))
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
+    print(f"{path}: {options.seconds:g} s of job {job.pid}; https://ui.perfetto.dev opens it")
+    return 0
+
+
+def _record(job: FoundJob, seconds: float) -> bytes:
+    """Has a job record its timeline, for so long or until Ctrl-C, and returns that, compressed."""
+    number = answer(job, JobRequest("trace", seconds=seconds), TraceBegun).number
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(seconds)
+    deadline = time.monotonic() + TRACE
+    while time.monotonic() < deadline:
+        found = answer(job, JobRequest("traced", after=number), TraceAnswer)
+        if found.ready:
+            return found.data
+        time.sleep(TRACED)
+    raise NotDone(f"job {job.pid} has not written its timeline within {TRACE:g} s")
+
+
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +286,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
     "top": ("show that, redrawn twice a second", _top),
     "stack": ("print the stacks of the threads of the script and of nodes, those that work first", _stack),
     "logs": ("print the last 1,000 lines of each node", _logs),
+    "trace": ("record a timeline of a job that runs, which Perfetto opens", _trace),
     "kill": ("end a job, or nodes of it", _kill),
 }
 
@@ -261,6 +306,16 @@ def _parser() -> Parser:
     how.add_argument("--json", action="store_true", help="print them as JSON, with the whole flight record")
     how.add_argument(
         "--native", action="store_true", help="with the frames of C code, by py-spy, where that is installed"
+    )
+    commands.choices["trace"].add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="the file; compressed if its name ends in .gz"
+    )
+    commands.choices["trace"].add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        metavar="S",
+        help=f"for how long (default: {SECONDS:g}); Ctrl-C ends it",
     )
     commands.choices["logs"].add_argument("-f", "--follow", action="store_true", help="go on with what is printed next")
     return it

@@ -32,6 +32,7 @@ jobs that run already, on this host (dtrun ps --help, ...):
   dtrun top [JOB]                            the same, redrawn
   dtrun stack [JOB] [-n 1,3] [--native]      the stacks of their threads
   dtrun logs [JOB] [-n 2] [-f]               what nodes have printed last
+  dtrun trace [JOB] -o t.json.gz             record a timeline of it, for 10 s
   dtrun kill [JOB] [-n 2]                    end it, or nodes of it
 
 The exit code is the script's, or 128 + the signal that killed it.
@@ -226,6 +227,10 @@ def parser() -> Parser:
     both(
         output, "-t", "--tee", metavar="WHICH", default="",
         help="only this goes to files: 1 stdout, 2 stderr, 3 both, or for some nodes: 0:3,1:1",
+    )  # fmt: skip
+    both(
+        output, "--trace", metavar="FILE",
+        help="record a timeline of the whole session, which Perfetto opens; compressed if the name ends in .gz",
     )  # fmt: skip
     both(output, "-r", "--redirects", metavar="WHICH", default="", help="this goes to files and not here")
     return it

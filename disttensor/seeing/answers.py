@@ -25,9 +25,12 @@ from ..runtime.host.job_sockets import (
     Refusal,
     StackAnswer,
     StatusAnswer,
+    TraceAnswer,
+    TraceBegun,
 )
 from ..runtime.master.node import Node
 from ..session.session import Session
+from .asked_trace import LONGEST, AskedTrace
 from .flight import await_records, lines_of, recall, record_of
 from .reading import status
 from .stacks import node_stacks, script_stack
@@ -46,6 +49,8 @@ class JobAnswers:
     def __init__(self, session: Session, began: float) -> None:
         """``began``: when the session did, by time.monotonic."""
         self._session, self._began = session, began
+        self._trace: AskedTrace | None = None
+        self._traces = 0
 
     def __call__(self, request: JobRequest) -> JobAnswer:
         count = len(self._session.nodes)
@@ -62,6 +67,10 @@ class JobAnswers:
                 return self._output(request)
             case "kill":
                 return self._kill(request)
+            case "trace":
+                return self._begin_trace(request.seconds)
+            case "traced":
+                return self._end_trace(request.after)
             case unknown:
                 assert_never(unknown)
 
@@ -122,6 +131,25 @@ class JobAnswers:
         for rank in request.nodes:
             self._session.link.losses.kill(rank, "killed by `dtrun kill`")
         return Killed(request.nodes)
+
+    def _begin_trace(self, seconds: float) -> JobAnswer:
+        if not 0 < seconds <= LONGEST:
+            return Refusal(f"a timeline takes up to {LONGEST:g} s, not {seconds:g}")
+        trace = AskedTrace(seconds)
+        trace.begin()
+        self._trace, self._traces = trace, self._traces + 1
+        return TraceBegun(self._traces)
+
+    def _end_trace(self, number: int) -> JobAnswer:
+        trace = self._trace
+        if trace is None or number != self._traces:
+            return Refusal("another `dtrun trace` has begun since")
+        trace.stop()
+        if trace.failed:
+            return Refusal(trace.failed)
+        if trace.data:
+            self._trace = None
+        return TraceAnswer(bool(trace.data), trace.data)
 
 
 def _lost(it: JobStatus) -> int:

@@ -53,6 +53,7 @@ from ..verify import selfcheck
 from . import notebook
 from .rendezvous import rendezvous_of, script_folder
 from .settings import Settings, check
+from .traced import begin_trace, end_trace
 from .window import open_window
 
 _log = logging.getLogger("disttensor")
@@ -234,6 +235,7 @@ def init_master_worker(
     _register_once()
     selfcheck.begin_comparing(session, share)
     open_window(session, os.environ)
+    begin_trace(session, os.environ)
     return SessionContext(session)
 
 
@@ -511,6 +513,7 @@ def _end_session(report: bool, timeout: float | None = None) -> None:
         return
     error: BaseException | None = None
     try:
+        end_trace(session, wait=report and timeout is None)
         if report:
             error = session.drain_and_collect_errors(timeout)
         else:

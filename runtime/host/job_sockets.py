@@ -33,10 +33,11 @@ _PEER = struct.Struct("3i")  # pid, uid and gid of a peer, as the kernel tells t
 class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A question to a job, or an order."""
 
-    what: Literal["summary", "status", "stack", "output", "kill"]
+    what: Literal["summary", "status", "stack", "output", "kill", "trace", "traced"]
     nodes: tuple[int, ...] = ()  #: none: all
-    after: int = 0  #: the number of the last line of output that is known
+    after: int = 0  #: the number of the last line of output that is known; the number of a timeline
     record: bool = False  #: with stacks: the whole flight record as well
+    seconds: float = 0.0  #: how long a timeline is recorded
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +107,20 @@ class Killed(msgspec.Struct, frozen=True, tag=True):
     nodes: tuple[int, ...]
 
 
-JobAnswer = Refusal | JobSummary | StatusAnswer | StackAnswer | OutputAnswer | Killed
+class TraceBegun(msgspec.Struct, frozen=True, tag=True):
+    """A timeline that is recorded now."""
+
+    number: int
+
+
+class TraceAnswer(msgspec.Struct, frozen=True, tag=True):
+    """A timeline, as JSON that is compressed."""
+
+    ready: bool  #: whether it is there; else it is still recorded
+    data: bytes
+
+
+JobAnswer = Refusal | JobSummary | StatusAnswer | StackAnswer | OutputAnswer | Killed | TraceBegun | TraceAnswer
 
 
 class JobSocketError(Exception):

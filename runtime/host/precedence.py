@@ -10,11 +10,15 @@ The first of these that has a value decides:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .launch_spec import LaunchSpec
+
+#: The variable that names the file of the whole session's timeline: dtrun's --trace, which no argument is.
+TRACE = "DISTTENSOR_TRACE"
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def for_script(options: Any, spec: LaunchSpec) -> dict[str, str]:
     counts those of each host.
     """
     told = {row.variable: getattr(options, row.dest) for row in SETTINGS if row.variable}
+    told[TRACE] = options.trace and os.path.abspath(options.trace)
     if spec.hosts or spec.most:
         del told["DISTTENSOR_NODES"]
     return {name: str(value) for name, value in told.items() if value is not None}

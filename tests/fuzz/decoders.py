@@ -725,7 +725,13 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder(
         "answer of a job",
-        jsons(job_sockets.JobSummary | job_sockets.OutputAnswer | job_sockets.StackAnswer | job_sockets.Refusal),
+        jsons(
+            job_sockets.JobSummary
+            | job_sockets.OutputAnswer
+            | job_sockets.StackAnswer
+            | job_sockets.Refusal
+            | job_sockets.TraceAnswer
+        ),
         partial(job_sockets.decode_answer, job_sockets.FoundJob(1, "")),
         (job_sockets.JobSocketError,),
         covers=("runtime/host/job_sockets.py:decode_answer",),
@@ -1020,6 +1026,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,
     "disttensor/cli/jobs.py:_stack": "job_sockets.decode_answer, which is fuzzed",
     "disttensor/cli/jobs.py:_status": "job_sockets.decode_answer, which is fuzzed",
+    "disttensor/cli/jobs.py:_trace": "what a job of this user's, or of root's, has compressed itself",
     "disttensor/cli/top.py:_ask": "job_sockets.decode_answer, which is fuzzed",
     "runtime/host/job_sockets.py:peer_of": _KERNEL,
     "runtime/host/affinity.py:_uuids": _LIBRARY,

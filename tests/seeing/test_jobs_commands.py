@@ -1,4 +1,4 @@
-"""`dtrun ps`, `status`, `stack`, `logs`, `kill`: of jobs that run, from another terminal."""
+"""`dtrun ps`, `status`, `stack`, `logs`, `trace`, `kill`: of jobs that run, from another terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from began import Began, tell
 from checkout import ROOT
 from job_folders import job_folder
 from limits import HANG
+from trace_schema import read, slices
 
 import disttensor as dt
 from disttensor import testing
@@ -319,3 +322,29 @@ def test_a_script_of_a_commands_name(
         f"dtrun: error: {command} is a command of dtrun, and a script in this folder: `dtrun ./{command}` runs the "
         "script; for the command, go to another folder\n"
     )
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_timeline_of_a_job_that_runs(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job goes on as it was; the file is made by who has asked, for itself alone."""
+    x, path = torch.ones(8, 8, device="node:0"), tmp_path / "t.json.gz"
+    heard = list[str]()
+
+    def meanwhile(seconds: float) -> None:
+        """What goes on while the command sleeps."""
+        if seconds == 2.5:
+            (x @ x).sum().item()
+            heard.append(dtrun(capsys, "trace", "-o", str(tmp_path / "other.json"), code=2))
+            raise KeyboardInterrupt  # which ends it early
+
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
+    said = dtrun(capsys, "trace", "-o", str(path), "--seconds", "2.5")
+    assert said.startswith(f"{path}: 2.5 s of job {os.getpid()}; ")
+    assert "a profile is recorded already, begun at another terminal" in heard[0]
+    assert slices(read(path), name="aten::mm", pid=2)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["t.json.gz"]
+    assert "takes up to 3600 s, not 0" in dtrun(capsys, "trace", "-o", str(path), "--seconds", "0", code=2)
+    missing = tmp_path / "missing" / "t.json"
+    assert f"{missing}.part can't be written: " in dtrun(capsys, "trace", "-o", str(missing), code=2)
+    assert not current.session().link.seam.issued.listeners

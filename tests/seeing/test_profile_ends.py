@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,15 @@ def test_nodes_that_are_threads_are_not_recorded(tmp_path: Path) -> None:
             with pytest.raises(dt.DisttensorError, match="launcher='inproc'"):
                 dt.seeing.profile().begin_recording()
             assert not any(point.listeners for point in current.session().link.seam.points().values())
+
+
+def test_a_whole_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By the variable that ``dtrun --trace`` sets. Where it can't be recorded the job runs, and says so."""
+    monkeypatch.setenv("DISTTENSOR_TRACE", str(tmp_path / "t.json.gz"))
+    with dt.init_master_worker(nodes=1, threads=1):
+        torch.ones(3, device="node:0").neg_()
+    assert slices(read(tmp_path / "t.json.gz"), name="aten::neg_", pid=2)
+    with caplog.at_level(logging.WARNING), dt.init_master_worker(nodes=1, launcher="inproc"):
+        torch.ones(3, device="node:0").neg_().cpu()
+    assert "no timeline is recorded in DISTTENSOR_TRACE" in caplog.text
+    assert "launcher='inproc'" in caplog.text

@@ -172,11 +172,14 @@ def test_torchruns_options_are_known() -> None:
 
 
 def test_settings(script: str) -> None:
-    options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", script, "-n", "9"])
+    options = parse(
+        ["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", "--trace", "t.json", script, "-n", "9"]
+    )
     assert for_script(options, spec_of(options)) == {
         "DISTTENSOR_NODES": "3",
         "DISTTENSOR_SIMULATE_CUDA": "2",
         "DISTTENSOR_BACKEND": "tcp",
+        "DISTTENSOR_TRACE": os.path.abspath("t.json"),
     }
     assert options.arguments == ["-n", "9"]
     assert parse(["-n", "cpu", script]).nodes == len(os.sched_getaffinity(0))

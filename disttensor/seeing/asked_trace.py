@@ -1,0 +1,41 @@
+"""A timeline that another process of the user's asks for, while the job runs (`dtrun trace`)."""
+
+from __future__ import annotations
+
+import threading
+
+from .chrome_trace import encode
+from .profile import Profile
+
+#: The most seconds of one.
+LONGEST = 3600.0
+#: Seconds more than it was to take until it ends by itself: nobody has asked for it.
+GRACE = 5.0
+
+
+class AskedTrace:
+    """A timeline, recorded until somebody asks for it, or its time is over. The asking process writes it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._profile = Profile()
+        self._is_asked = threading.Event()
+        self.data = b""  #: the timeline, compressed, once it is there
+        self.failed = ""  #: why there is none
+
+    def begin(self) -> None:
+        """Begins. Raises what ``Profile.begin_recording`` does."""
+        self._profile.begin_recording()
+        threading.Thread(target=self._end, name="disttensor-trace", daemon=True).start()
+
+    def stop(self) -> None:
+        """Has the recording end now; it is ready a little later."""
+        self._is_asked.set()
+
+    def _end(self) -> None:
+        self._is_asked.wait(self._seconds + GRACE)
+        try:
+            self._profile.end_recording(wait=False)
+            self.data = encode(self._profile.to_dict(), ".gz")
+        except Exception as e:
+            self.failed = f"{type(e).__name__}: {e}"
