@@ -95,6 +95,7 @@ class ChromeTrace:
             str(rank): {
                 "events": len(node.events),
                 "dropped": node.dropped,
+                "clock": "the script's" if node.shares_clock else "measured",
                 "clock_ahead_s": node.ahead,
                 "clock_within_s": node.within if node.within < float("inf") else None,
                 "missing": node.missing,

@@ -139,6 +139,7 @@ class NodeRecord:
     dropped: int = 0  #: events that are missing, as there were more than the node keeps
     ahead: float = 0.0  #: seconds by which its clock is ahead of the script's
     within: float = float("inf")  #: by how many seconds that may be wrong
+    shares_clock: bool = False  #: whether that is the script's
     missing: str = "it was not asked"  #: why its events could not be had; "" where they could
 
 
@@ -315,4 +316,4 @@ class LineNames:
 def _keep_clock(node: NodeRecord, found: NodeEvents) -> None:
     """Keeps what an answer says of a node's clock, if it came faster than others."""
     if found.within < node.within:
-        node.ahead, node.within = found.ahead, found.within
+        node.ahead, node.within, node.shares_clock = found.ahead, found.within, found.shares_clock

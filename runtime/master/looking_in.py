@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from ..process.clock import clock_name
 from ..process.observing import MessageSent
 from ..process.signals import uninterrupted
 from ..protocol import codec, side
@@ -59,17 +60,19 @@ class NodeEvents:
 
     events: tuple[NodeEvent, ...]
     dropped: int  #: events that are missing, as there were more than the node keeps
-    ahead: float  #: seconds by which the node's clock is ahead of the script's
+    ahead: float  #: seconds by which the node's clock is ahead of the script's; 0 where both have one
     within: float  #: by how many seconds that may be wrong
+    shares_clock: bool = False  #: whether the node has the script's clock
 
 
 class LookingIn:
     """The script's end of what observers at nodes gather."""
 
-    __slots__ = ("_next", "_side", "_sites", "_state", "_watched")
+    __slots__ = ("_clock_name", "_next", "_side", "_sites", "_state", "_watched")
 
     def __init__(self, state: LinkState, side_channels: SideChannels) -> None:
         self._state, self._side = state, side_channels
+        self._clock_name = clock_name()
         self._watched: set[int] = set()
         self._next: dict[int, int] = {}  #: by rank: the number of the event that comes next
         #: by rank: the lines of messages that have left while it was watched
@@ -128,6 +131,8 @@ class LookingIn:
             lines = self._lines(rank)
             events += [self._event(rank, seen, lines) for seen in told.events]
             if not (told.more and told.events):
+                if told.clock and told.clock == self._clock_name:
+                    return NodeEvents(tuple(events), dropped, 0.0, 0.0, True)
                 middle = (answer.asked + answer.came) / 2
                 return NodeEvents(tuple(events), dropped, told.now - middle, (answer.came - answer.asked) / 2)
 

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from ..process.clock import clock_name
 from ..process.observing import (
     BatchApplied,
     CollectiveDone,
@@ -59,6 +60,7 @@ class Gathering:
 
     def __init__(self, seam: NodeSeam) -> None:
         self._seam = seam
+        self._clock_name = clock_name()
         self._listeners: dict[str, tuple[Point[Any], Callable[[Any], None]]] = {}
         self._events: deque[side.Noted] = deque()
         self._first = 0  #: the number of the first of them
@@ -89,7 +91,7 @@ class Gathering:
                 self._drop_oldest()
             events = tuple(islice(self._events, PART))
             more = len(self._events) > len(events)
-            return side.Gathered(request, self._seam.clock.now(), self._first, events, more)
+            return side.Gathered(request, self._seam.clock.now(), self._first, events, more, self._clock_name)
 
     def _keep_event(self, event: Any) -> None:
         seen = _NOTED[type(event)](event)

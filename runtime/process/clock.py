@@ -6,9 +6,11 @@ where a wait finds nothing to do (tests/kit/virtual_time.py), so that a silence 
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
+from contextlib import suppress
 
 
 class Clock:
@@ -31,6 +33,14 @@ class Clock:
     def poll(self, poller: select.poll, seconds: float | None = None) -> list[tuple[int, int]]:
         """Waits until a poller has something, at most so long (None: without end). Returns (descriptor, events)."""
         return poller.poll(None if seconds is None else seconds * 1000)
+
+
+def clock_name() -> str:
+    """Returns what is the same for all processes whose ``Clock`` is one: the kernel since its start, and the space of
+    times that it shows this one, as a container may have its own. "" where that can't be known."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.stat('/proc/self/ns/time').st_ino}"
+    return ""
 
 
 #: The clock of all that is given no other one.

@@ -84,6 +84,7 @@ class Gathered(Message, frozen=True, tag=1):
     first: int  #: the number of the first event
     events: tuple[Noted, ...]
     more: bool  #: whether there are more than one message takes
+    clock: str = ""  #: the name of the node's clock (process/clock.py); "" where that isn't known
 
 
 class DeviceTensors(Message, frozen=True):

@@ -75,7 +75,9 @@ def test_a_timeline(tmp_path: Path) -> None:
         assert trace["disttensor"]["dropped"] == dict.fromkeys(
             ("issued", "sent", "waits", "transfers", "losses", "regions"), 0
         )
-        assert not any(node["dropped"] or node["missing"] for node in trace["disttensor"]["nodes"].values())
+        for node in trace["disttensor"]["nodes"].values():
+            assert (node["dropped"], node["missing"]) == (0, "")
+            assert (node["clock"], node["clock_ahead_s"], node["clock_within_s"]) == ("the script's", 0, 0)
         products = slices(trace, name="aten::mm")  # two, where the thread that receives gives it to a stream
         assert {(each["pid"], each["args"]["line"]) for each in products} == {(2, line(work, 2))}
         assert [each["args"] for each in slices(trace, name=line(work, 2), cat="issue")]

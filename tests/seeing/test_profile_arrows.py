@@ -36,10 +36,12 @@ from disttensor.startup import start
 
 SCRIPT = -1
 NODES = 3
+#: Seconds by which the nodes' clocks are ahead.
+AHEAD = (0.0, 16.0, -0.5)
 
 
 class Heard:
-    """Fetches what nodes that are threads have gathered, in the place of side channels."""
+    """Fetches what nodes that are threads have gathered, in the place of side channels; as if clocks differed."""
 
     def __init__(self, seams: Iterable[NodeSeam]) -> None:
         self._gatherings = [Gathering(seam) for seam in seams]
@@ -50,20 +52,20 @@ class Heard:
             self._gatherings[rank].watch(tuple(points), room)
 
     def fetch(self, rank: int, timeout: float = 0.0) -> NodeEvents:
-        found = list[NodeEvent]()
+        found, ahead = list[NodeEvent](), AHEAD[rank]
         while True:
             answer = side.decode_answer(side.encode(self._gatherings[rank].gather(1, self._next[rank])))
             assert isinstance(answer, side.Gathered)
             self._next[rank] = answer.first + len(answer.events)
             found += [
                 NodeEvent(
-                    rank, it.kind, it.at, it.began, it.stream, it.number, it.what, it.transfer, it.peer, it.bytes,
-                    it.failed, None,
+                    rank, it.kind, it.at + ahead, it.began + ahead, it.stream, it.number, it.what, it.transfer,
+                    it.peer, it.bytes, it.failed, None,
                 )
                 for it in answer.events
             ]  # fmt: skip
             if not answer.more:
-                return NodeEvents(tuple(found), 0, 0.0, 0.0)
+                return NodeEvents(tuple(found), 0, ahead, 1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,27 @@ from trace_schema import read, slices
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.runtime.process.clock import clock_name
 from disttensor.session import current
+
+
+@pytest.mark.netns
+def test_a_container_with_times_of_its_own_has_another_clock() -> None:
+    """Though it has this kernel, and this host's name."""
+    code = (
+        "import time\n"
+        "from disttensor.runtime.process.clock import clock_name\n"
+        "print(clock_name(), time.monotonic(), sep='|')"
+    )
+    names, moments = list[str](), list[float]()
+    for around in ([], ["unshare", "--time", "--monotonic", "5000", "--fork"]):
+        said = subprocess.run([*around, sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        name, moment = said.split("|")
+        names.append(name)
+        moments.append(float(moment))
+    assert names[0] == clock_name() != names[1]
+    assert names[1]
+    assert moments[1] - time.monotonic() > 4000
 
 
 def test_a_node_that_is_lost(tmp_path: Path) -> None:

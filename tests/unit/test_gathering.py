@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from disttensor.runtime.master.looking_in import LookingIn, NodeEvent
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.node import gathering
 from disttensor.runtime.node.gathering import Gathering
+from disttensor.runtime.process.clock import clock_name
 from disttensor.runtime.process.observing import (
     BatchApplied,
     CollectiveDone,
@@ -74,7 +76,7 @@ def test_what_is_noted(seam: NodeSeam, clock: VirtualClock, point: side.Point, e
     gathered.watch([point], 10)
     seam.points()[point].notify(event)
     answer = gathered.gather(5, 0)
-    assert answer == side.Gathered(5, clock.now(), 0, (noted,), False)
+    assert answer == side.Gathered(5, clock.now(), 0, (noted,), False, clock_name())
     assert side.decode_answer(side.encode(answer)) == answer
 
 
@@ -146,8 +148,10 @@ class Looker:
         sent, self.beside.sent = self.beside.sent, [each for each in self.beside.sent if each[0] != rank]
         return [side.decode(message) for to, message in sent if to == rank]
 
-    def answer(self, rank: int, request: int, *events: Noted, first: int = 0, more: bool = False) -> None:
-        gathered = side.Gathered(request, self.clock.now() + 100, first, events, more)
+    def answer(
+        self, rank: int, request: int, *events: Noted, first: int = 0, more: bool = False, clock: str = "another"
+    ) -> None:
+        gathered = side.Gathered(request, self.clock.now() + 100, first, events, more, clock)
         self.beside.arrived.append((rank, side.encode(gathered)))
 
 
@@ -186,6 +190,15 @@ def test_a_fetch_takes_what_is_new_in_all_its_parts_with_lines_and_the_clock(
     clock.plan(1, lambda: looker.answer(1, 3, first=7))
     assert looker.looking.fetch(1).events == ()
     assert looker.words(1) == [side.Gather(3, 7)]
+
+
+def test_a_clock_that_both_have_is_not_measured(looker: Looker, clock: VirtualClock) -> None:
+    looker.looking.watch([1], ["graph"], 5)
+    for name, shares in (("", False), (clock_name(), True), ("another", False)):
+        clock.plan(1, partial(looker.answer, 1, looker.side._last + 1, clock=name))
+        found = looker.looking.fetch(1)
+        assert found.shares_clock is shares
+        assert (found.ahead, found.within) == (0.0, 0.0) if shares else found.ahead > 50
 
 
 def test_a_node_that_comes_back_is_told_again_what_it_is_to_note_and_what_it_was_asked(
