@@ -10,6 +10,7 @@ at which its arrow ends. All times are by the script's clock, in microseconds si
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from bisect import bisect_left
 from collections import defaultdict
@@ -30,8 +31,8 @@ from .recording import IssuedCommand, LineNames, NodeRecord, ProfileRecord
 
 #: Seconds between two commands of a line from which on they are two slices.
 GAP = 1e-3
-#: The version of torch's format.
-SCHEMA = 1
+#: The version of torch's format, and what it calls operators, and parts of a program that have names.
+SCHEMA, COMMAND, REGION = 1, "cpu_op", "user_annotation"
 
 #: The names of a node's threads for streams that no line has made.
 _STREAMS = {"": "default stream", "default": "default stream (beside others)"}
@@ -49,7 +50,7 @@ class Slice:
     began: int
     ended: int
     args: dict[str, Any] = field(default_factory=dict)
-    category: str = "command"
+    category: str = COMMAND
     at_end: bool = False  #: whether an arrow meets it at its end
 
     @property
@@ -145,7 +146,7 @@ class ChromeTrace:
         for part in self._record.regions:
             thread = self._thread("issue", part.thread)
             self._add(
-                None, Slice(MASTER, thread, part.name, self._moment(part.began), self._moment(part.at), {}, "region")
+                None, Slice(MASTER, thread, part.name, self._moment(part.began), self._moment(part.at), {}, REGION)
             )
             bounds[part.thread] += [part.began, part.at]
         for moments in bounds.values():
@@ -349,7 +350,9 @@ def _us(ns: int) -> float:
 
 def encode(content: dict[str, Any], path: str) -> bytes:
     """Returns the bytes of a file of this name: with ``.gz`` at its end they are compressed."""
-    data = msgspec.json.encode(content)
+    head = json.dumps({key: value for key, value in content.items() if key != "traceEvents"})
+    # The head has blanks: HTA looks for `"rank": 0` in the text.
+    data = head[:-1].encode() + b', "traceEvents": ' + msgspec.json.encode(content["traceEvents"]) + b"}"
     return gzip.compress(data, 6) if path.endswith(".gz") else data
 
 

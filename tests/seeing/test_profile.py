@@ -110,7 +110,7 @@ def test_regions_steps_and_tables() -> None:
     prof.step()  # outside of the block it is none
     trace = prof.to_dict()
     check_trace(trace)
-    parts = slices(trace, cat="region")
+    parts = slices(trace, cat="user_annotation")
     assert sorted(each["name"] for each in parts) == [
         "ProfilerStep#0", "ProfilerStep#1", "first", "first", "forward", "forward",
     ]  # fmt: skip
@@ -154,6 +154,31 @@ def test_an_interrupt_in_the_block(tmp_path: Path) -> None:
     assert slices(read(tmp_path / "t.json"), name="aten::neg_")
     with pytest.raises(dt.errors.CancelledError):
         held.result()
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.usefixtures("cluster")
+def test_readers_of_others_open_the_file(tmp_path: Path) -> None:
+    why = "`pip install HolisticTraceAnalysis torch-tb-profiler`, whose readers this test has open the file"
+    for module in ("hta", "torch_tb_profiler"):
+        pytest.importorskip(module, reason=why)
+    from hta.trace_analysis import TraceAnalysis
+    from torch_tb_profiler.profiler.data import RunProfileData
+
+    path = tmp_path / "traces" / "t.json.gz"
+    path.parent.mkdir()
+    with dt.seeing.profile(path) as prof:
+        for _ in range(3):
+            work()
+            prof.step()
+    read(path)
+    run = RunProfileData.parse("worker", None, str(path), str(tmp_path))
+    run.process()
+    assert (run.distributed_info, run.steps_names) == ({"rank": 0, "world_size": 2, "backend": "auto"}, ["0", "1", "2"])
+    assert "aten::mm" in {each.name for each in run.events}
+    traces = TraceAnalysis(trace_dir=str(path.parent)).t
+    assert "aten::mm" in traces.symbol_table.get_sym_table()
+    assert {0, 1} <= {*traces.get_trace(0)["iteration"]}  # it leaves the last step out
 
 
 # ---- rings -----------------------------------------------------------------------------------------------------------
