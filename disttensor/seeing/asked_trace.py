@@ -25,7 +25,7 @@ class AskedTrace:
 
     def begin(self) -> None:
         """Begins. Raises what ``Profile.begin_recording`` does."""
-        self._profile.begin_recording()
+        self._profile.begin_recording("from another terminal")
         threading.Thread(target=self._end, name="disttensor-trace", daemon=True).start()
 
     def stop(self) -> None:

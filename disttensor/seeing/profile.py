@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 
 from ..dispatch.call_site import here
-from ..runtime.master.failures import Site, short_line
+from ..runtime.master.failures import short_line
 from ..runtime.protocol.bundle import VERSION
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
@@ -24,17 +24,18 @@ class OneAtATime:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_taken = False
-        self._line = ""
+        self._begun = ""
 
-    def enter(self, line: str) -> None:
-        """Takes the place for a profile that ``line`` begins. Raises DisttensorError where it is taken."""
+    def enter(self, begun: str) -> None:
+        """Takes the place for a profile. ``begun``: where, such as "at train.py:12". Raises DisttensorError where it is
+        taken."""
         with self._lock:
             if self._is_taken:
                 raise DisttensorError(
-                    f"a profile is recorded already, begun at {self._line}: a session records one at a time, so leave "
+                    f"a profile is recorded already, begun {self._begun}: a session records one at a time, so leave "
                     "the inner dt.seeing.profile out"
                 )
-            self._is_taken, self._line = True, line
+            self._is_taken, self._begun = True, begun
 
     def leave(self) -> None:
         with self._lock:
@@ -61,7 +62,7 @@ class Profile:
         return f"<disttensor.seeing.Profile {self._path!r} {state}>"
 
     def __enter__(self) -> Profile:
-        self.begin_recording(here())
+        self.begin_recording(f"at {short_line(here()) or 'an unknown line'}")
         return self
 
     def __exit__(
@@ -69,15 +70,15 @@ class Profile:
     ) -> None:
         self.end_recording(wait=kind is None)
 
-    def begin_recording(self, site: Site | None = None) -> None:
-        """Begins to record, for a line of the script; None: for somebody else.
+    def begin_recording(self, begun: str) -> None:
+        """Begins to record. ``begun``: where that is, or by what, such as "at train.py:12".
 
         Raises DisttensorError without a session, where a profile is recorded already, and for nodes that are threads of
         the script; OSError for a file that can't be written.
         """
         session = current.session()
         place, recording = session.part(OneAtATime), Recording(session.link)
-        place.enter(short_line(site) or "another terminal")
+        place.enter(begun)
         try:
             if self._path:
                 write(b"", self._path, begins=True)  # raises now what it would raise when all is recorded

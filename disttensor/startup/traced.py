@@ -33,7 +33,7 @@ def begin_trace(session: Session, environment: Mapping[str, str]) -> None:
 
     profile = Profile(path)
     try:
-        profile.begin_recording()
+        profile.begin_recording(f"by {TRACE}")
     except (DisttensorError, OSError) as e:
         _log.warning("no timeline is recorded in %s=%s: %s", TRACE, path, e)
     else:

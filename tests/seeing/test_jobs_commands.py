@@ -340,7 +340,7 @@ def test_a_timeline_of_a_job_that_runs(capsys: Captured, tmp_path: Path, monkeyp
     monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic))
     said = dtrun(capsys, "trace", "-o", str(path), "--seconds", "2.5")
     assert said.startswith(f"{path}: 2.5 s of job {os.getpid()}; ")
-    assert "a profile is recorded already, begun at another terminal" in heard[0]
+    assert "a profile is recorded already, begun from another terminal" in heard[0]
     assert slices(read(path), name="aten::mm", pid=2)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in tmp_path.iterdir()] == ["t.json.gz"]

@@ -15,6 +15,7 @@ from mesh_kit import connected
 from trace_schema import check_trace, read, slices, tracks
 
 import disttensor as dt
+from disttensor import testing
 from disttensor.seeing.recording import MessageRing, Ring, SentMessage
 from disttensor.session import current
 
@@ -88,10 +89,35 @@ def test_a_timeline(tmp_path: Path) -> None:
         assert len(slices(trace, name="abs()", cat="function")) == 1
         assert len(slices(trace, name="all_reduce", cat="collective")) == 2
         assert not slices(trace, name="aten::neg_")
-        ends = [each for each in trace["traceEvents"] if each["ph"] == "f" and each["pid"] == 1]
-        waits = slices(trace, cat="wait")
-        met = [it for it in waits if any(each["tid"] == it["tid"] and within(each, it) for each in ends)]
-        assert {it["args"]["line"] for it in met} >= {line(work, 2), line(work, 3)}
+        assert line(work, 2) in waits_that_arrows_meet(trace)
+
+
+def waits_that_arrows_meet(trace: dict[str, Any]) -> set[str]:
+    """The lines of the script's waits at which arrows end."""
+    ends = [each for each in trace["traceEvents"] if each["ph"] == "f" and each["pid"] == 1]
+    waits = slices(trace, cat="wait")
+    return {it["args"]["line"] for it in waits if any(each["tid"] == it["tid"] and within(each, it) for each in ends)}
+
+
+def resume_when_the_script_waits() -> None:
+    for _ in range(int(HANG / 0.05)):
+        if dt.seeing.status(timeout=0.05).script.waits:
+            break
+    testing.resume(1)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_arrow_ends_at_the_wait_for_a_copy() -> None:
+    """The node is stopped, so that the script does wait."""
+    x = torch.ones(4, device="node:1")
+    dt.synchronize()
+    with dt.seeing.profile() as prof:
+        testing.stop(1)
+        resumed = threading.Thread(target=resume_when_the_script_waits)
+        resumed.start()
+        x.cpu()
+        resumed.join()
+    assert line(test_an_arrow_ends_at_the_wait_for_a_copy, 9) in waits_that_arrows_meet(prof.to_dict())
 
 
 def within(point: dict[str, Any], it: dict[str, Any]) -> bool:
@@ -127,12 +153,12 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with dt.seeing.profile() as outer:
         since = line(test_one_at_a_time, 2)
         with pytest.raises(dt.DisttensorError, match=f"is recorded already, begun at {since}: .* leave the inner"):
-            dt.seeing.profile(tmp_path / "inner.json").begin_recording()
+            dt.seeing.profile(tmp_path / "inner.json").__enter__()
         with pytest.raises(dt.DisttensorError, match="nothing is recorded yet"):
             outer.to_dict()
     check_trace(outer.to_dict())
     with pytest.raises(FileNotFoundError):
-        dt.seeing.profile(tmp_path / "missing" / "t.json").begin_recording()
+        dt.seeing.profile(tmp_path / "missing" / "t.json").__enter__()
     with dt.seeing.profile(tmp_path / "next.json"):
         pass
     read(tmp_path / "next.json")

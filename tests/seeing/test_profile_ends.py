@@ -59,7 +59,7 @@ def test_nodes_that_are_threads_are_not_recorded(tmp_path: Path) -> None:
     with dt.init_master_worker(nodes=1, launcher="inproc"):
         for _ in range(2):
             with pytest.raises(dt.DisttensorError, match="launcher='inproc'"):
-                dt.seeing.profile().begin_recording()
+                dt.seeing.profile().__enter__()
             assert not any(point.listeners for point in current.session().link.seam.points().values())
 
 
@@ -68,6 +68,8 @@ def test_a_whole_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setenv("DISTTENSOR_TRACE", str(tmp_path / "t.json.gz"))
     with dt.init_master_worker(nodes=1, threads=1):
         torch.ones(3, device="node:0").neg_()
+        with pytest.raises(dt.DisttensorError, match="recorded already, begun by DISTTENSOR_TRACE"):
+            dt.seeing.profile().__enter__()
     assert slices(read(tmp_path / "t.json.gz"), name="aten::neg_", pid=2)
     with caplog.at_level(logging.WARNING), dt.init_master_worker(nodes=1, launcher="inproc"):
         torch.ones(3, device="node:0").neg_().cpu()
