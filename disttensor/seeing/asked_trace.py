@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from ..runtime.host.job_sockets import MOST_ANSWER
 from .chrome_trace import encode
 from .profile import Profile
 
@@ -11,6 +12,8 @@ from .profile import Profile
 LONGEST = 3600.0
 #: Seconds more than it was to take until it ends by itself: nobody has asked for it.
 GRACE = 5.0
+#: The most bytes of one, which are text in the answer that has them.
+MOST_DATA = MOST_ANSWER // 4 * 3 - 1024
 
 
 class AskedTrace:
@@ -36,6 +39,10 @@ class AskedTrace:
         self._is_asked.wait(self._seconds + GRACE)
         try:
             self._profile.end_recording(wait=False)
-            self.data = encode(self._profile.to_dict(), ".gz")
+            data = encode(self._profile.to_dict(), ".gz")
+            if len(data) > MOST_DATA:
+                self.failed = f"its timeline has {len(data):,} bytes, and {MOST_DATA:,} can be told: take fewer seconds"
+            else:
+                self.data = data
         except Exception as e:
             self.failed = f"{type(e).__name__}: {e}"

@@ -27,6 +27,7 @@ from disttensor import testing
 from disttensor.cli import jobs
 from disttensor.cli.command import main
 from disttensor.runtime.host import job_sockets
+from disttensor.seeing import asked_trace
 from disttensor.session import current
 
 Captured = pytest.CaptureFixture[str]
@@ -345,6 +346,8 @@ def test_a_timeline_of_a_job_that_runs(capsys: Captured, tmp_path: Path, monkeyp
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in tmp_path.iterdir()] == ["t.json.gz"]
     assert "takes up to 3600 s, not 0" in dtrun(capsys, "trace", "-o", str(path), "--seconds", "0", code=2)
+    monkeypatch.setattr(asked_trace, "MOST_DATA", 10)
+    assert "bytes, and 10 can be told: take fewer" in dtrun(capsys, "trace", "-o", str(path), "--seconds", "1", code=2)
     missing = tmp_path / "missing" / "t.json"
     assert f"{missing}.part can't be written: " in dtrun(capsys, "trace", "-o", str(missing), code=2)
     assert not current.session().link.seam.issued.listeners

@@ -23,6 +23,12 @@ TABLE = {
     "disttensor/errors/late_warnings.py": {"_MOST": _KEPT, "_LONGEST": "a warning that is given: longer ones are cut"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
     "disttensor/session/waits.py": {"_MOST": _KEPT},
+    "disttensor/seeing/asked_trace.py": {
+        "LONGEST": "more is refused: tests/seeing/test_jobs_commands.py",
+        "MOST_DATA": "says so: tests/seeing/test_jobs_commands.py",
+    },
+    "disttensor/seeing/recording.py": {"MOST_BYTES": _KEPT},
+    "disttensor/seeing/shares.py": {"MOST": "lines of the script that are shown"},
     "disttensor/seeing/reading.py": {"MOST": "lines of the script, and queues, that are shown"},
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
