@@ -1,9 +1,7 @@
 """The state of a job while it runs: what the script and each node are at. docs/SEEING.md.
 
-``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.whence(x)`` says where a
-tensor comes from.
 ``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.profile()`` records a
-timeline.
+timeline. ``dt.seeing.whence(x)`` says where a tensor comes from.
 """
 
 from __future__ import annotations

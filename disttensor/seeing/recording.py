@@ -9,12 +9,12 @@ Nothing is computed while it records: what belongs to what is found afterwards (
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from time import time_ns
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..dispatch.call_site import here
@@ -88,7 +88,7 @@ class Loss(NamedTuple):
     why: str
 
 
-class Ring(Generic[T]):
+class EventRing(Generic[T]):
     """The last events of one kind, at most ``ROOM``. Any thread may append."""
 
     def __init__(self, room: int = ROOM) -> None:
@@ -177,8 +177,8 @@ class Recording:
         """``looking``: the way to nodes' events, where it is not the link's own."""
         self._link = link
         self._looking: Looks = link.looking if looking is None else looking
-        self._issued, self._waits = Ring[IssuedCommand](), Ring[Waited]()
-        self._transfers, self._losses, self._regions = Ring[TransferDone](), Ring[Loss](), Ring[Named]()
+        self._issued, self._waits = EventRing[IssuedCommand](), EventRing[Waited]()
+        self._transfers, self._losses, self._regions = EventRing[TransferDone](), EventRing[Loss](), EventRing[Named]()
         self._sent = MessageRing()
         self._nodes: dict[int, NodeRecord] = {}
         self._began = self._ended = 0.0
@@ -224,7 +224,7 @@ class Recording:
         with link.lock:
             for point, listener in self._listeners:
                 point.add(listener)
-            self._began, self._wall = link.clock.now(), time.time_ns()
+            self._began, self._wall = link.clock.now(), time_ns()
 
     @uninterrupted
     def stop(self) -> None:

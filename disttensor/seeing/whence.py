@@ -59,7 +59,7 @@ def _name(place: Place, index: int) -> str:
     """Returns the name of one of a place's members: its coordinates in a mesh; else its node, and another device of it
     than the default one."""
     member = place.members[index]
-    if isinstance(place, MeshPlace):
+    if isinstance(place, MeshPlace):  # its members are known by their coordinates, which a node has none of
         return place.where(index)
     return f"node {member.node}" if member.origin is place.session.places.at(member.node) else str(member)
 
@@ -225,6 +225,7 @@ def _joined(place: Place, origins: list[Origin]) -> Origin:
     first = origins[0]
     if len(origins) == 1:
         return first
+    # the sentence says of which dims it speaks; nodes in a list have none
     dims = ", ".join(f"{name}={n}" for name, n in place.dims.items()) if isinstance(place, MeshPlace) else ""
     alike = all(each.is_like(first) for each in origins)
     failed = next((f"{each.place}: {each.failure}" for each in origins if each.failure), "")

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "SEEING.md").read_text()
 #: The program, and what it prints, which has empty lines.
 SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL)
 #: What each of the page's programs is about.
-PROGRAMS = ("status", "whence", "check_finite")
+PROGRAMS = ("status", "whence", "check_finite", "profile")
 #: The host on which the page's output was printed.
 HOST = "vm"
 #: The folder in which its programs have run.
@@ -30,8 +30,6 @@ def without_figures(text: str) -> str:
 
 @pytest.mark.parametrize(("program", "shown"), SHOWN.findall(PAGE), ids=PROGRAMS)
 def test_a_program_prints_what_the_page_shows(program: str, shown: str, tmp_path: Path) -> None:
-@pytest.mark.parametrize(("program", "shown"), SHOWN.findall(PAGE), ids=["status", "profile"])
-def test_the_program_prints_what_the_page_shows(tmp_path: Path, program: str, shown: str) -> None:
     (tmp_path / "train.py").write_text(program)
     printed = python("train.py", cwd=tmp_path).replace(str(tmp_path), FOLDER)
     printed = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, printed)

@@ -16,7 +16,7 @@ from trace_schema import check_trace, read, slices, tracks
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.seeing.recording import MessageRing, Ring, SentMessage
+from disttensor.seeing.recording import EventRing, MessageRing, SentMessage
 from disttensor.session import current
 
 HERE = os.path.basename(__file__)
@@ -211,7 +211,7 @@ def test_readers_of_others_open_the_file(tmp_path: Path) -> None:
 
 
 def test_a_ring_keeps_the_last_events() -> None:
-    ring = Ring[int](room=3)
+    ring = EventRing[int](room=3)
     for number in range(5):
         ring.append(number)
     assert ring.kept_events() == ([2, 3, 4], 2)
