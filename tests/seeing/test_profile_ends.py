@@ -57,10 +57,12 @@ def test_a_node_that_is_lost(tmp_path: Path) -> None:
 
 def test_nodes_that_are_threads_are_not_recorded(tmp_path: Path) -> None:
     with dt.init_master_worker(nodes=1, launcher="inproc"):
+        points = current.session().link.seam.points().values()
+        before = [point.listeners for point in points]
         for _ in range(2):
             with pytest.raises(dt.DisttensorError, match="launcher='inproc'"):
                 dt.seeing.profile().__enter__()
-            assert not any(point.listeners for point in current.session().link.seam.points().values())
+            assert [point.listeners for point in points] == before
 
 
 def test_a_whole_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
