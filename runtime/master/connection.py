@@ -32,6 +32,7 @@ from ..protocol import commands as c
 from ..protocol import side
 from ..protocol.arguments import Addresses
 from ..protocol.errors import NodeLost
+from .breakpoints import StoppedFunction
 from .history import KEPT
 
 #: The least seconds between two sights from which the use of cores is counted: the kernel counts it in hundredths.
@@ -98,6 +99,7 @@ class NodeConnection:
         "seen",
         "seen_at",
         "sight",
+        "stops",
         "unawaited",
     )
 
@@ -119,6 +121,7 @@ class NodeConnection:
         self.flight_at = -math.inf  #: when that came
         self.cpu: float | None = None  #: how many cores it used lately: between two sights, or before the first one
         self._used = 0.0, 0.0  #: the seconds of cores, and since its start, from which that counts
+        self.stops: dict[int, StoppedFunction] = {}  #: those at breakpoints, by their debuggers' numbers
         self.described: side.Described | None = None  #: the last description that the node has given of itself
         self.described_at = -math.inf  #: when that came
         self.explained = 0.0  #: when somebody who waits was told what it is at
@@ -168,7 +171,19 @@ class NodeConnection:
         """Notes a description of itself that it has given at a time."""
         self.described, self.described_at = description, at
 
+    @property
+    def breakpoint(self) -> StoppedFunction | None:
+        """The function that waits at a breakpoint for its user, the first one of several; None where none does."""
+        return next((stop for stop in list(self.stops.values()) if stop.state != "steps"), None)
+
+    @property
+    def at_breakpoint(self) -> str:
+        """The words for that; "" where none does."""
+        stop = self.breakpoint
+        return "" if stop is None else f"it is at a breakpoint in {stop.what}, {stop.position}"
+
     def lose(self, error: NodeLost) -> None:
         """Notes that the worker is gone."""
         self.lost = error
+        self.stops = {}
         self.become(Life.LOST)

@@ -12,6 +12,7 @@ from ..process.observing import ScriptSeam
 from ..process.signals import Interrupts, uninterrupted
 from ..transport.base import Hub
 from . import unusable
+from .breakpoints import StoppedFunctions
 from .command_queue import CommandQueue, frees_queued
 from .connection import Life
 from .failures import Failures
@@ -25,6 +26,7 @@ class LinkState:
     __slots__ = (
         "__weakref__",
         "_local",
+        "breakpoints",
         "clock",
         "closed",
         "closing",
@@ -70,6 +72,7 @@ class LinkState:
         self.unissued: list[CommandQueue] = []
         self.roused: deque[CommandQueue] = deque()  #: those that the idle flush is to look at, and does not yet
         self.failures = Failures()
+        self.breakpoints = StoppedFunctions(clock)
         self.seam.issued.switch = self.watch_queues
         self.told_losses: set[int] = set()  #: lost nodes whose loss the script has been told of
         self.interrupts = interrupts or Interrupts()

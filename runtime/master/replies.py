@@ -107,6 +107,8 @@ class Replies:
             if not node.outbox.first <= seq < node.outbox.sent:
                 raise ProtocolError(f"a warning of command {reply.seq}, and {node.outbox.sent} were sent")
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
+        elif isinstance(reply, c.AtBreakpoint):
+            self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
         else:
             request = self._requests.get(reply.request)
             if request is None:

@@ -36,6 +36,8 @@ MAX_COPY = 1 << 46
 DIGEST = 16
 #: The most characters of a reason why something can't be used.
 MAX_REASON = 4096
+#: The most characters of what a debugger says at once, and of the name of the file where it has stopped.
+MAX_DEBUGGED, MAX_PATH = 1 << 18, 4096
 #: The most figures of a device's memory, and characters of the name of one; the most tensors that a node names as its
 #: largest, and characters of a tensor's dtype and shape.
 MAX_FIGURES, MAX_FIGURE, MAX_HELD, MAX_WHAT = 1000, 100, 1000, 200
@@ -167,6 +169,13 @@ def _check_reasons(texts: Iterable[str]) -> None:
 def _check_sizes(*sizes: int) -> None:
     if min(sizes) < 0:
         raise ProtocolError(f"sizes, addresses and strides are not negative, and these are {sizes!s:.200}")
+
+
+def _check_breakpoint(said: c.AtBreakpoint) -> None:
+    _check_sizes(said.stop, said.line)
+    _check_text("the name of a function at a breakpoint", said.what, MAX_REASON)
+    if len(said.text) > MAX_DEBUGGED or len(said.file) > MAX_PATH:
+        raise ProtocolError(f"a debugger's text of {len(said.text)} characters, in a file named by {len(said.file)}")
 
 
 def _check_hello(hello: c.Hello) -> None:
@@ -313,6 +322,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
     c.Result: ReplyTraits(True, lambda reply: _check_geometries(reply.tensors)),
     c.Failed: ReplyTraits(False, lambda reply: _check_holdings(reply.holdings)),
     c.Warned: ReplyTraits(False, _nothing),
+    c.AtBreakpoint: ReplyTraits(False, _check_breakpoint),
     c.Poisoned: ReplyTraits(True, _nothing),
     c.Done: ReplyTraits(True, _nothing),
     c.TrafficCounts: ReplyTraits(True, _check_counts),

@@ -9,7 +9,7 @@ A Call names a *template*, defined once: an operator with its static arguments, 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from .arguments import *  # noqa: F403 - modules that use commands use these
 from .arguments import Addresses, Expected, Geometry, Holdings, Message, Plain, Spec, Value
@@ -652,6 +652,17 @@ class Warned(Message, frozen=True, tag=74):
     module: str = ""  #: the module that warns; "" for a kernel, and for a function that warns its caller
 
 
+class AtBreakpoint(Message, frozen=True, tag=77):
+    """A function's debugger has printed something, which is shown: it asks for a line, steps on, or is over."""
+
+    stop: int  #: the number of the debugger on its node; others that stop have their own
+    state: Literal["asks", "steps", "over"]
+    text: str  #: what it has printed since it last said something; where it asks, its prompt is the last line
+    file: str  #: the place at which the function has stopped
+    line: int
+    what: str  #: the function, such as "step()"
+
+
 class Poisoned(Message, frozen=True, tag=45):
     """The answer to a request for something poisoned: the failure ``seq`` on node ``rank`` caused it."""
 
@@ -695,6 +706,7 @@ Reply: TypeAlias = (
     | Result
     | Failed
     | Warned
+    | AtBreakpoint
     | Poisoned
     | Done
     | TrafficCounts

@@ -57,8 +57,19 @@ class Describe(Message, frozen=True, tag=5):
     request: int
 
 
-#: What the master tells a node. A breakpoint will be a word, too.
-Word: TypeAlias = Gone | Cancel | Watch | Gather | Describe
+class DebuggerLine(Message, frozen=True, tag=6):
+    """The answer of the script to a debugger that asks (AtBreakpoint), or what its user does meanwhile."""
+
+    stop: int  #: the number of the debugger
+    number: int  #: of this word among those to this debugger: one that comes twice counts once
+    #: a line that was typed; the function goes on, as nobody types; Ctrl-C while the debugger was at something; the
+    #: function ends, as the session does
+    kind: Literal["line", "go on", "interrupt", "quit"]
+    text: str = ""
+
+
+#: What the master tells a node.
+Word: TypeAlias = Gone | Cancel | Watch | Gather | Describe | DebuggerLine
 
 
 class Noted(Message, frozen=True):

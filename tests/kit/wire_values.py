@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from hypothesis import strategies as st
@@ -35,6 +35,8 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
     if kind is Output:
         return OUTPUTS
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return st.sampled_from(args)
     if origin is Annotated:
         return of_type(args[0])
     if origin is tuple:

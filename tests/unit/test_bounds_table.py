@@ -61,6 +61,10 @@ TABLE = {
     "runtime/launch/rendezvous/credentials.py": {"_MOST": "a file of ours"},
     "runtime/launch/tree/control.py": {"MAX_FRAME": "a start's bundles, and pieces of output: " + _OURS},
     "runtime/launch/tree/server.py": {"MAX_STACK": "is cut"},
+    "runtime/master/breakpoints.py": {
+        "MAX_STOPS": "a node has so many debuggers at most",
+        "MAX_UNSHOWN": "a debugger says no more than MAX_DEBUGGED for each line that is typed",
+    },
     "runtime/master/command_queue.py": {"MAX_BATCH": _KEPT, "MAX_FREE": "more frees are several commands"},
     "runtime/master/failures.py": {"MAX_TRACES": _KEPT, "MAX_ATTACHED": _KEPT, "MAX_FAILURES": _KEPT},
     "runtime/process/flight.py": {
@@ -87,6 +91,8 @@ TABLE = {
         "MAX_TENSOR_DIMS": _VALUES,
         "MAX_COPY": "test_a_copy_that_is_too_large",
         "MAX_REASON": "one_line cuts it",
+        "MAX_DEBUGGED": "tests/seeing/test_breakpoints.py: test_a_long_answer_is_cut",
+        "MAX_PATH": "is cut",
         "MAX_FIGURES": _OURS,
         "MAX_FIGURE": _OURS,
         "MAX_HELD": "the script says how many it wants",
