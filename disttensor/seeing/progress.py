@@ -21,6 +21,7 @@ from ..runtime.master.node import Node
 from ..runtime.process import undertakings
 from ..runtime.process.page import IDLE
 from ..session.session import Session
+from .breakpoints import Prompter
 from .reading import queues_of, read_node
 from .stall import Stall, warn_of_stall
 from .status import NodeStatus, phrase
@@ -54,6 +55,7 @@ class WaitsShown:
         self._stall = Stall()
         self._looked = self._asked_all = 0.0
         self._off = False
+        self.is_asked: Callable[[], bool] = lambda: False  #: whether the user types at the terminal
 
     def look(self) -> None:
         """Shows what the main thread waits for, if it does so for long. To be called again and again; looks now and
@@ -76,7 +78,7 @@ class WaitsShown:
 
     def _look(self, now: float) -> None:
         held = self._what_holds()
-        if held is None or now - held.began < SHOWN:
+        if self.is_asked() or held is None or now - held.began < SHOWN:
             self.end_wait()
             return
         seconds, link = now - held.began, self._session.link
@@ -92,6 +94,8 @@ class WaitsShown:
         row = None if held.node is None else rows[held.node]
         if self._line is not None:
             self._line.show(self._text(held, row, seconds), held.lasts)
+        if any(row.state == "at a breakpoint" for row in rows):
+            return  # what stands still does so for its user
         if still := self._stall.look(now, held.began, mark, used):
             queues, wait = queues_of(self._session), self._words_of_wait(held, seconds)
             warn_of_stall(still, wait, held.node, rows, queues, self._session.flight)
@@ -168,8 +172,16 @@ def _how_far(node: Node) -> Hashable:
 
 def show_waits(session: Session) -> None:
     """Has the waits of a session's main thread be shown, from now until the session's end."""
-    shown = WaitsShown(session, transient_line())
-    session.link.idle.on_look = shown.look
+    shown, prompter = WaitsShown(session, transient_line()), session.part(Prompter)
+
+    shown.is_asked = lambda: prompter.is_asking
+
+    def look() -> None:
+        shown.look()
+        prompter.look()
+
+    prompter.serve_session(session, shown.end_wait)
+    session.link.idle.on_look = look
     session.link.waiting.on_long_wait = undertakings.mine.on_end = shown.end_wait
     session.changes.callback(_end_showing, session)
 

@@ -157,7 +157,7 @@ def read_node(session: Session, node: Node) -> NodeStatus:
     """Returns the row of a node, as of what is known now. The caller holds the link's lock."""
     at, now = node.connection, session.link.clock.now()
     hello, seen, described = node.said_hello, at.seen, at.described
-    state, what, line, seconds, waits_for, note = _doing(node, seen)
+    state, what, line, seconds, waits_for, note = _doing(node, seen, now)
     done = max(node.outbox.done, described.done if described is not None else 0)
     held = None if described is None else described.held
     peaks = [each.peak for each in held or () if each.peak >= 0]
@@ -202,11 +202,16 @@ _Doing = tuple[str, str, str, float, int | None, str]
 _STATES = {Life.AWAITED: "starting", Life.UNEXPLAINED: "disconnected", Life.LOST: "lost"}
 
 
-def _doing(node: Node, seen: Sight | None) -> _Doing:
+def _doing(node: Node, seen: Sight | None, now: float) -> _Doing:
     """Returns what a node is at."""
     if node.life is not Life.THERE:
         note = node.lost.cause if node.lost is not None else ""
         return _STATES[node.life], "", "", 0.0, None, note
+    if (stop := node.connection.breakpoint) is not None and (seen is None or not hindrance(seen)):
+        functions = activities(node, seen) if seen is not None else []
+        issued = (it.sent for it in functions if it.sent is not None and codec.one_line(it.sent.operator) == stop.what)
+        line = next((short_line(sent.site) for sent in issued), "")
+        return "at a breakpoint", stop.what, line, max(0.0, now - stop.at), None, stop.position
     if seen is None:
         if node.outbox.idle:
             return "idle", "", "", 0.0, None, ""

@@ -75,7 +75,8 @@ class NodeStatus:
     pid: int  #: 0 for one that has not started yet
     devices: tuple[str, ...]
     #: "idle", "running", "waiting" for another node, "stopped" (SIGSTOP), "paused" (by its host, which hears nothing
-    #: of the script's), "disconnected", "starting", "lost"; "unseen" where nothing but its reports tell of it
+    #: of the script's), "at a breakpoint" (its ``note`` says where), "disconnected", "starting", "lost"; "unseen" where
+    #: nothing but its reports tell of it
     state: str
     what: str  #: the operator, the function or the collective; "" where it is at none
     line: str  #: the line that has issued it, such as "train.py:12"
@@ -344,6 +345,9 @@ def _size(nbytes: int | None) -> str:
 def phrase(it: NodeStatus) -> str:
     """Returns what a node is at, in words."""
     text = it.state
+    if it.state == "at a breakpoint":
+        text += f", {it.note}, in {it.what}" + (f" {_time(it.seconds)}" if it.seconds >= OLD else "")
+        return text
     if it.state == "waiting" and it.waits_for is not None:
         text += f" for {of(it.waits_for)}"
         text += f" in {it.what}" if it.what else ""

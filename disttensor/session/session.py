@@ -261,7 +261,9 @@ class Session:
                 request.counted = True  # all are one wait of the line
                 self.link.waiting.wait(request, _left(deadline))
         except TimeoutError:
-            raise TimeoutError(f"node {request.node} has not answered within {timeout} s") from None
+            at = self.nodes[request.node].connection.at_breakpoint
+            why = f": {at}" if at else ""
+            raise TimeoutError(f"node {request.node} has not answered within {timeout} s{why}") from None
         finally:
             for request in asked:
                 self.link.requests.withdraw(request)
@@ -353,6 +355,8 @@ class Session:
         """
         link = self.link
         if not link.closed:
+            with link.lock:
+                link.breakpoints.on_end()
             link.closing = True
             for node in link.there():
                 node.outbox.add(c.StopNode())

@@ -295,6 +295,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         session.changes.enter_context(guarded())
         for each in bundles:
             worker = NodeWorker(each, hub.spoke(each.rank))
+            worker.breakpoints.open()
             thread = threading.Thread(target=worker.serve, name=f"node {each.rank}", daemon=True)
             thread.start()
             session.threads.append(thread)

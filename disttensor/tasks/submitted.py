@@ -377,7 +377,10 @@ class Submitted(NodeResult[T_co]):
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 _wait(self._session, part.request.node, part.ended, left)
         except TimeoutError:
-            raise TimeoutError(f"{self._text} has not ended within {timeout:g} s; it goes on") from None
+            nodes = self._session.nodes
+            stopped = [rank for rank in (part.request.node for part in self.parts) if nodes[rank].connection.breakpoint]
+            why = "".join(f"; node {rank}: {nodes[rank].connection.at_breakpoint}" for rank in stopped)
+            raise TimeoutError(f"{self._text} has not ended within {timeout:g} s; it goes on{why}") from None
         if not self._ended.is_completed():  # a forked child: nobody answers
             self._session.link.check(self.parts[0].call.place.outbox)
 

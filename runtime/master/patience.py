@@ -143,6 +143,8 @@ def _where(node: Node) -> str:
 
 
 def _doing(node: Node, sight: Sight | None) -> str:
+    if at := node.connection.at_breakpoint:
+        return at
     if sight is None:
         return f"it is at what was issued at {line_of(node.outbox.running())}, or behind that"
     works = activities(node, sight)

@@ -41,6 +41,7 @@ class SideChannels:
         "_clock",
         "_describing",
         "_last",
+        "_lines",
         "_losses",
         "_lost",
         "_untold",
@@ -62,6 +63,7 @@ class SideChannels:
         self._lost: set[int] = set()  #: ranks
         self._untold: dict[int, deque[bytes]] = {}  #: by rank: the words that it has not been sent
         self._watches: dict[int, bytes] = {}  #: by rank: the last Watch
+        self._lines: dict[tuple[int, int], bytes] = {}  #: by rank and debugger: the last DebuggerLine
         self._last = 0  #: the number of the last question
         self._asked: dict[int, Asked] = {}  #: by request: questions that are not answered
         self._answers: dict[int, Answered] = {}  #: by request: answers that nobody has taken
@@ -99,6 +101,7 @@ class SideChannels:
             self._untold.pop(rank, None)
             self._losses.pop(rank, None)
             self._asked.pop(self._describing.pop(rank, 0), None)
+            self._lines = {key: word for key, word in self._lines.items() if key[0] != rank}
             for node in others:
                 self._untold.setdefault(node.rank, deque()).append(word)
                 self._losses.setdefault(node.rank, {})[rank] = word
@@ -142,6 +145,16 @@ class SideChannels:
         self._asked.pop(request, None)
         self._answers.pop(request, None)
 
+    def answer_debugger(self, node: Node, line: side.DebuggerLine) -> None:
+        """Tells a debugger of a function on a node what its user has typed."""
+        word = side.encode(line)
+        self._lines[node.rank, line.stop] = word
+        self._queue_word(node, word)
+
+    def end_debugger(self, rank: int, stop: int) -> None:
+        """Forgets what was said to a debugger that has ended."""
+        self._lines.pop((rank, stop), None)
+
     def _queue_word(self, node: Node, word: bytes) -> None:
         self._untold.setdefault(node.rank, deque()).append(word)
         self.send_untold([node])
@@ -178,7 +191,8 @@ class SideChannels:
                 cancels = [side.encode(side.Cancel(request)) for request in self._cancels_of(rank)]
                 asked = [each.word for each in self._asked.values() if each.rank == rank]
                 watch = [self._watches[rank]] if rank in self._watches else []
-                self._untold[rank] = deque([*self._losses.get(rank, {}).values(), *cancels, *watch, *asked])
+                lines = [word for (node, _), word in self._lines.items() if node == rank]
+                self._untold[rank] = deque([*self._losses.get(rank, {}).values(), *cancels, *watch, *asked, *lines])
 
     def _take_answer(self, rank: int, message: bytes) -> None:
         """Takes the answer to a question, which may come twice, or after it was withdrawn. Any other message

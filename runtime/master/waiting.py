@@ -7,11 +7,13 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from ..process.flight import WAITED
 from ..process.observing import WaitEnded
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
+from .command_queue import CommandQueue
 from .link_state import LinkState
 from .losses import Losses
 from .patience import Patience
@@ -26,6 +28,7 @@ class Waiting:
     """The threads that wait for nodes, and what they poll with."""
 
     __slots__ = (
+        "_breakpoints",
         "_clock",
         "_hub_fd",
         "_interrupts",
@@ -43,7 +46,7 @@ class Waiting:
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses, replies: Replies) -> None:
         self._state, self._requests, self._losses, self._replies = state, requests, losses, replies
-        self._clock = state.clock
+        self._clock, self._breakpoints = state.clock, state.breakpoints
         self._nodes, self._interrupts, self._hub_fd = state.nodes, state.interrupts, state.hub.fileno()
         self._waited = state.seam.waited
         self._local = threading.local()
@@ -79,7 +82,12 @@ class Waiting:
                     self._state.check(queue)
                 left = TICK if deadline is None else min(TICK, deadline - self._clock.now())
                 if left <= 0:
-                    raise TimeoutError(f"node {request.node} has not answered within {timeout} s")
+                    at = self._nodes[request.node].connection.at_breakpoint
+                    why = f": {at}" if at else ""
+                    raise TimeoutError(f"node {request.node} has not answered within {timeout} s{why}")
+                if self._breakpoints.wanted and self._breakpoints.serve(partial(_is_over, request, queue, until)):
+                    patience = None
+                    continue
                 ready, turns = self._poll(poller, waker, left), turns + 1
                 if self._interrupts.pending:
                     self._interrupts.check()
@@ -172,3 +180,8 @@ class Waiting:
         with self._state.lock:
             self._replies.take_in()
         return asked
+
+
+def _is_over(request: Request, queue: CommandQueue, until: Callable[[], bool] | None) -> bool:
+    """Returns whether a wait need not go on."""
+    return request.done or queue.over or (until is not None and until())

@@ -78,6 +78,10 @@ class Interruption:
             _set_exception(thread, KeyboardInterrupt)
             sent[0] = True
 
+    def running_in(self, thread: int) -> tuple[int, ...]:
+        """Returns the requests of the functions that a thread runs, and that nobody has cancelled."""
+        return tuple(request for request, ident in list(self._running.items()) if ident == thread)
+
     def run(self, request: int, what: str, function: Callable[[], _T]) -> _T:
         """Calls a function that can be cancelled meanwhile. Raises CancelledError where it was.
 

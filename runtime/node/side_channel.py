@@ -5,6 +5,7 @@ master: Losses.lose --Gone-->   this thread --> DataChannel.expire: a receive th
         LookingIn   --Watch-->  this thread --> Gathering.watch: observers note what happens
         LookingIn   --Gather--> this thread --> Gathering.gather --Gathered--> LookingIn
         RollCall  --Describe--> this thread --> Description.answer --Described--> RollCall
+        Prompter  --DebuggerLine--> this thread --> Breakpoints.take_word: a debugger has what was typed for it
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class SideChannel:
         cancel: Callable[[int], None],
         gathering: Gathering,
         description: Description,
+        debug: Callable[[side.DebuggerLine], None],
     ) -> None:
         """``connect`` makes the connection, and may wait for it; ``cancel`` interrupts the function of a request;
-        ``gathering`` is what observers gather here, ``description`` that of the node."""
+        ``gathering`` is what observers gather here, ``description`` that of the node; ``debug`` gives a debugger what
+        its user has typed."""
         self._connect, self._channels, self._cancel = connect, channels, cancel
-        self._gathering, self._description = gathering, description
+        self._gathering, self._description, self._debug = gathering, description, debug
         self._spoke: Spoke | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -95,3 +98,5 @@ class SideChannel:
                 spoke.send(side.encode(self._gathering.gather(word.request, word.first)))
             case side.Describe():
                 spoke.send(side.encode(self._description.answer(word.request)))
+            case side.DebuggerLine():
+                self._debug(word)

@@ -79,7 +79,7 @@ class Functions:
         self._pieces: dict[bytes, Assembly] = {}
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
-        self._interruption = Interruption()
+        self.interruption = Interruption()
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
         """Adds a piece. Raises ProtocolError when the pieces are too long or do not match the digest ``key``."""
@@ -119,11 +119,11 @@ class Functions:
     def cancel(self, request: int) -> None:
         """Raises KeyboardInterrupt in the function of a request, in whichever thread it runs; has it not begin where it
         has not. Called by threads in which no function runs: the side channel's, that of a process group."""
-        self._interruption.cancel(request)
+        self.interruption.cancel(request)
 
     def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:
         with where.at(self._where(command)), holders.during(command.what):
-            return self._interruption.run(command.request, command.what, partial(job, tensors))
+            return self.interruption.run(command.request, command.what, partial(job, tensors))
 
     def _where(self, command: c.Run) -> where.Where:
         index, mesh, coordinates = command.index, command.mesh, dict[str, int]()

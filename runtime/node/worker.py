@@ -38,6 +38,7 @@ from ..protocol.allow_list import AllowList
 from ..protocol.bundle import PROTOCOL, Bundle, as_name, read_bundle
 from ..protocol.errors import ClosedError, ProtocolError
 from ..transport.base import Spoke
+from .breakpoints import Breakpoints, hook
 from .description import Description
 from .executor import CommandExecutor
 from .gathering import Gathering
@@ -97,6 +98,7 @@ class NodeWorker:
             self.seam,
             bundle.first,
         )
+        self.breakpoints = Breakpoints(bundle.rank, self._say_at_once, self.executor.functions.interruption)
 
     def __repr__(self) -> str:
         return f"<NodeWorker node={self.bundle.rank} done={self.executor.done} told={self._told}>"
@@ -154,6 +156,7 @@ class NodeWorker:
             print(f"disttensor: node {self.bundle.rank} gives up: {e}", file=sys.stderr)
             return 70
         finally:
+            self.breakpoints.close()
             executor.close()
             executor.functions.close()
             self.channels.close()
@@ -182,6 +185,11 @@ class NodeWorker:
         else:
             with self._telling:
                 self._replies.append(reply)
+
+    def _say_at_once(self, reply: c.Reply) -> None:
+        """Sends a reply from the middle of a function."""
+        self._emit(reply)
+        self._flush()
 
     @property
     def _due(self) -> bool:
@@ -272,8 +280,11 @@ def start(bundle: Bundle) -> int:
         bundle.side_secret_key, bundle.rank, silence=bundle.silence,
     )  # fmt: skip
     cancel, gathering = worker.executor.functions.cancel, Gathering(worker.seam)
-    description = Description(worker.executor, worker.channels)
-    with contextlib.closing(SideChannel(beside, worker.channels, cancel, gathering, description)):
+    description, debuggers = Description(worker.executor, worker.channels), worker.breakpoints
+    if sys.breakpointhook is sys.__breakpointhook__ and not os.environ.get("PYTHONBREAKPOINT"):
+        sys.breakpointhook = hook
+    debuggers.open()
+    with contextlib.closing(SideChannel(beside, worker.channels, cancel, gathering, description, debuggers.take_word)):
         return worker.serve()
 
 

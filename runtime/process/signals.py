@@ -65,6 +65,11 @@ def _inside(frame: FrameType | None) -> bool:
     return False
 
 
+def is_safe(frame: FrameType | None) -> bool:
+    """Returns whether a handler of a signal may run there."""
+    return not held[0] and not _inside(frame)
+
+
 def wait_in_looks(wait: Callable[[float], object], over: Callable[[], bool], timeout: float | None = None) -> bool:
     """Waits in steps that an interrupt can end, until something is ``over``, or for ``timeout`` seconds.
 
@@ -170,7 +175,7 @@ class _Handler:
         self.user = user
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not held[0] and not _inside(frame):
+        if is_safe(frame):
             try:
                 self.user(number, frame)
             except BaseException as e:

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ def test_the_example(tmp_path: Path) -> None:
 
 def test_a_kernel(tmp_path: Path) -> None:
     alone("a_kernel", tmp_path)
+
+
+def test_breakpoints(tmp_path: Path) -> None:
+    alone("breakpoints", tmp_path)
 
 
 def alone(function: str, tmp_path: Path) -> None:
@@ -82,10 +86,16 @@ class Kernel:
         self.client.wait_for_ready(60)
         self.text = ""
         self.trace = ""  #: of the last error
+        self.prompts: list[str] = []  #: by which cells have asked
 
-    def run(self, code: str, interrupt_at: str = "") -> str:
-        """The printed text, or the error's name. Interrupts the cell when it has printed that."""
-        self.text, out = "", []
+    def run(self, code: str, interrupt_at: str = "", answers: Sequence[str] | None = None) -> str:
+        """The printed text, or the error's name. Interrupts the cell when it has printed that. ``answers``: what is
+        typed where it asks; None: it can't ask."""
+        self.text, out, left = "", [], list(answers or ())
+
+        def answer(message: dict[str, Any]) -> None:
+            self.prompts.append(message["content"]["prompt"])
+            self.client.input(left.pop(0))
 
         def take(message: dict[str, Any]) -> None:
             if message["msg_type"] == "stream":
@@ -93,7 +103,9 @@ class Kernel:
                 if interrupt_at and interrupt_at in out[-1]:
                     self.manager.interrupt_kernel()
 
-        reply = self.client.execute_interactive(code, timeout=HANG, output_hook=take)["content"]
+        reply = self.client.execute_interactive(
+            code, timeout=HANG, output_hook=take, allow_stdin=answers is not None, stdin_hook=answer
+        )["content"]
         self.text = plain("".join(out))
         self.trace = plain("\n".join(reply.get("traceback", ())))
         return str(reply["ename"]) if reply["status"] == "error" else self.text
@@ -126,6 +138,29 @@ print(os.getpid(), *pids, psutil.Process(pids[0]).ppid())
 def a_kernel(tmp_path: Path) -> None:
     with kernel_in(tmp_path) as kernel:
         story(kernel, tmp_path)
+
+
+STEP = """
+def step(x):
+    y = x + 1
+    breakpoint()
+    z = y * 2
+    return z
+print(dt.run(step, 20, node=1))
+"""
+
+
+def breakpoints(tmp_path: Path) -> None:
+    """A debugger asks in the cell that waits, whose lines only the script has; where a cell can't ask, all goes on."""
+    with kernel_in(tmp_path) as kernel:
+        same(kernel.run(START), "")
+        said = kernel.run(STEP, answers=["p y", "n", "c"])
+        same(kernel.prompts, ["(node 1 pdb) "] * 3)
+        position = "Cell In[2], line 4"
+        head = f"node 1 is at a breakpoint in step(), {position}\n> {position} in step()\n-> z = y * 2\n21\n"
+        same(said, f"{head}> Cell In[2], line 5 in step()\n-> return z\n42\n")
+        said = kernel.run(STEP)
+        assert said.endswith("node 1 goes on from its breakpoint: there is no more input\n42\n"), said
 
 
 def same(found: object, expected: object) -> None:

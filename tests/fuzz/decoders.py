@@ -1006,6 +1006,7 @@ _PAGE = "numbers of fixed sizes, each of which means something; any text made of
 _KERNEL = "the kernel's answer to a call"
 _LIBRARY = "a library's, which made it of nothing that came from elsewhere"
 _MPIS = "MPI's messages: their processes belong to one mpiexec, which starts them and which nobody else can join"
+_ENCODED = "a text that was encoded just before, without what can't be"
 _CHECKS = "the contract of launchers, whose processes are its own"
 
 #: Places that decode and are in no decoder's ``covers``.
@@ -1021,6 +1022,10 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/channel/nccl/library.py:Communicator._check": _LIBRARY,
     "runtime/channel/shm/cuda_ipc.py:export": _OWN,
     "runtime/channel/tcp/dial.py:unacknowledged": _KERNEL,
+    "disttensor/seeing/breakpoints.py:Prompter._ask": _ENCODED,
+    "disttensor/seeing/breakpoints.py:_print": _ENCODED,
+    "runtime/node/debugger_talk.py:Talk._send_state": _ENCODED,
+    "runtime/node/debugger_talk.py:Talk.stop_at": _ENCODED,
     "runtime/contracts/launcher_stage.py:Master.turn": _CHECKS,
     "runtime/contracts/launcher_stage.py:Puppet.hear": _CHECKS,
     "runtime/contracts/launcher_worker.py:_Worker.serve": _CHECKS,

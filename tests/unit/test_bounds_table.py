@@ -76,6 +76,7 @@ TABLE = {
         "LONGEST": "a number",
         "MAX_JOINED": "more is several messages",
     },
+    "runtime/node/breakpoints.py": {"MAX_TALKS": "further functions go on"},
     "runtime/node/description.py": {"MOST": "devices and rows of transfers that a node tells of"},
     "runtime/node/readers.py": {"_MOST_WARNINGS": _KEPT},
     "runtime/node/user_functions.py": {

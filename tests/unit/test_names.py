@@ -53,9 +53,14 @@ BUDGET = 40
 PAGE = (ROOT / "docs" / "dev" / "NAMES.md").read_text()
 
 
+#: By theme: names that Python has too, which stay out of ``__all__``.
+PYTHONS = {"seeing": {"breakpoint"}}
+
+
 def of_theme(theme: str) -> set[str]:
     module = importlib.import_module(f"disttensor.{theme}")
-    return set(getattr(module, "__all__", ())) or {name for name in vars(module) if not name.startswith("_")}
+    listed = set(getattr(module, "__all__", ()))
+    return listed | PYTHONS.get(theme, set()) if listed else {name for name in vars(module) if not name.startswith("_")}
 
 
 def section(title: str) -> str:
