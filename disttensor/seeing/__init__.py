@@ -6,10 +6,10 @@ timeline. ``dt.seeing.whence(x)`` says where a tensor comes from.
 
 from __future__ import annotations
 
+from .breakpoints import breakpoint as breakpoint  # not in __all__: Python has one, too
 from .finite import check_finite
 from .origin import Origin, OriginCommand
 from .profile import Profile, profile
-from .breakpoints import breakpoint as breakpoint  # not in __all__: Python has one, too
 from .reading import status
 from .regions import Region, region
 from .status import (

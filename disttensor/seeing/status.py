@@ -346,7 +346,7 @@ def phrase(it: NodeStatus) -> str:
     """Returns what a node is at, in words."""
     text = it.state
     if it.state == "at a breakpoint":
-        text += f", {it.note}, in {it.what}" + (f" {_time(it.seconds)}" if it.seconds >= OLD else "")
+        text += f", {it.note}, in {it.what}" + (f" {duration(it.seconds)}" if it.seconds >= OLD else "")
         return text
     if it.state == "waiting" and it.waits_for is not None:
         text += f" for {of(it.waits_for)}"
