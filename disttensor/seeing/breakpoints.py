@@ -131,8 +131,9 @@ class Prompter:
 
     def _end(self) -> None:
         """Ends the functions that are at breakpoints, as the session does."""
-        for stop in self._stops():
-            self._answer(stop, "quit")
+        if self._link is not None:  # else this is a forked child
+            for stop in self._stops():
+                self._answer(stop, "quit")
 
     def _answer(self, stop: StoppedFunction, kind: Kind, text: str = "") -> None:
         link = self._links
