@@ -320,3 +320,16 @@ def _record(peer: int, kind: int, transfer: int, nbytes: int, start: float) -> N
 def count(channels: Iterable[DataChannel]) -> tuple[Row, ...]:
     """Returns the rows of those channels that count."""
     return tuple(row for channel in channels if isinstance(channel, CountedChannel) for row in channel.rows())
+
+
+def sent_over_network(channels: Iterable[DataChannel]) -> tuple[int, float]:
+    """Returns the bytes that were sent to other nodes, and the seconds in which some were under way, added up over the
+    nodes, by those channels that reach other hosts."""
+    found = [
+        sent
+        for channel in channels
+        if isinstance(channel, CountedChannel) and not channel.capabilities.same_host
+        for _, _, peer, sent, _ in channel.rows()
+        if peer >= 0
+    ]
+    return sum(nbytes for _, nbytes, _ in found), sum(seconds for _, _, seconds in found)

@@ -26,6 +26,7 @@ from ..protocol.errors import StartError
 from ..protocol.keys import curve_pair
 from .launch_spec import LaunchSpec
 from .output_options import Output
+from .process_use import UNKNOWN, ProcessUse
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Sight:
     peak: int = 0  #: the most bytes of memory that it had; 0 where that isn't known
     last_line: str = ""  #: the last line of its output
     flight: bytes = b""  #: its flight record, as ``recall`` has asked for
+    use: ProcessUse = UNKNOWN  #: what it has used, and waited for
 
 
 class ReadLines(NamedTuple):

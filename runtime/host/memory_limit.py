@@ -7,10 +7,11 @@ All are told by the control group (cgroup) that the process is in, v2 or v1: its
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+
+from .control_groups import find_group
 
 #: The part of the limit above which a killed process may have been killed for its memory, where nothing counts kills.
 LARGE = 0.5
@@ -60,26 +61,8 @@ class MemoryGroup:
 
 def memory_group(proc: Path = Path("/proc")) -> MemoryGroup | None:
     """Returns the control group that limits the memory of this process; None where there is none in sight."""
-    try:
-        memberships = [line.split(":", 2) for line in _paths(proc / "self/cgroup")]
-        mounts = [line.split() for line in _paths(proc / "self/mountinfo")]
-    except OSError:
-        return None
-    paths = {name: path for _, names, path in memberships for name in names.split(",")}
-    # a system may have both: v1's controller counts there, as one controller is in one of the two only
-    for v2, kind, name in ((False, "cgroup", "memory"), (True, "cgroup2", "")):
-        for fields in mounts:
-            root, point, rest = fields[3], fields[4], fields[fields.index("-") + 1 :]
-            if rest[0] == kind and name in paths and (v2 or name in rest[2].split(",")):
-                path, base = paths[name], root.rstrip("/")
-                if f"{path}/".startswith(f"{base}/") and not path.startswith("/.."):  # else it is not in sight
-                    return MemoryGroup(Path(point + path[len(base) :].rstrip("/")), Path(point), v2)
-    return None
-
-
-def _paths(file: Path) -> list[str]:
-    """Returns the lines of a file that has paths, whose bytes may be no text."""
-    return os.fsdecode(file.read_bytes()).split("\n")[:-1]
+    found = find_group("memory", proc)
+    return None if found is None else MemoryGroup(*found)
 
 
 class MemoryKills:
@@ -140,6 +123,11 @@ def resident(proc: Path = Path("/proc"), pid: int | str = "self") -> tuple[int, 
     status = _status(proc, pid)
     now = status.get("VmRSS", 0)
     return now, max(now, status.get("VmHWM", 0))  # which the kernel brings up to date only now and then
+
+
+def swapped(proc: Path = Path("/proc"), pid: int | str = "self") -> int:
+    """Returns the bytes of a process that are in swap now."""
+    return _status(proc, pid).get("VmSwap", 0)
 
 
 def _status(proc: Path, pid: int | str = "self") -> dict[str, int]:

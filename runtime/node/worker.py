@@ -24,6 +24,7 @@ import torch
 
 from ..channel.base import ChannelContext, Protection
 from ..channel.cipher import no_cipher
+from ..channel.counted import sent_over_network
 from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
@@ -87,6 +88,8 @@ class NodeWorker:
         protection = Protection(bundle.encrypt, bundle.trusted_network, bundle.checksum)
         context = ChannelContext(bundle.rank, bundle.job, hosts[0], hosts[1:], protection, bundle.data_silence)
         self.channels = Channels(maker(context, self.seam), bundle.backend)
+        if self._page is not None:
+            self._page.sending = partial(sent_over_network, self.channels)
         self.executor = CommandExecutor(
             bundle.rank,
             self._emit,

@@ -4,6 +4,8 @@
           each thread that runs a function beside, at its begin and end
           all of them, what they have done last: its flight record (flight.py)
 
+Twice a second the node also notes how long it has worked so far (``WorkTally``), so that this is seen without a report.
+
 The node writes it without a call into the kernel, and reading it needs nothing of the node's: neither its GIL nor that
 its process runs.
 """
@@ -15,7 +17,7 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import flight
@@ -35,11 +37,12 @@ _PEER = struct.Struct("<i")
 _ALIVE = struct.Struct("<d")
 _write, _now = _AT.pack_into, time.monotonic  # looked up once: a node writes its page for every batch
 _KIND, _PEER_AT, _ALIVE_AT, _PAUSED = 8, 12, _AT.size, _AT.size + _ALIVE.size
+_TALLY, _TALLY_AT = struct.Struct("<ddQd"), 40
 #: The peer of a node that waits for none.
 NOBODY = -2
 _BESIDE = struct.Struct("<QdQ")  # the number of a command whose function runs beside, since when, and its thread
 #: Where these stand, and how many: of more at once the others are not told.
-_FIRST, SLOTS = 64, 32
+_FIRST, SLOTS = 80, 32
 _END = _FIRST + SLOTS * _BESIDE.size
 #: Where the ring of the flight record begins, and the bytes of all.
 _RING = 1024
@@ -54,10 +57,19 @@ class Beside(NamedTuple):
     thread: int  #: the identifier of its thread, as ``threading.get_ident`` gives it
 
 
+class WorkTally(NamedTuple):
+    """The seconds for which a node has worked, and has sent, since its start."""
+
+    at: float = 0.0  #: when it counted them, by its host's clock; 0: it has not yet
+    worked: float = 0.0  #: seconds in which it waited neither for commands nor for other nodes
+    sent: int = 0  #: bytes that it has sent to other nodes over the network
+    sending: float = 0.0  #: seconds in which some of these were under way, added up over the nodes
+
+
 class Page:
     """The page of one node, which writes it but for ``paused``."""
 
-    __slots__ = ("_free", "_kind", "_memory", "_since", "busy", "ring")
+    __slots__ = ("_free", "_joined", "_joining", "_kind", "_memory", "_since", "busy", "ring", "sending")
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         """``memory`` is shared with a forked child; None: a page that only this process sees."""
@@ -69,6 +81,9 @@ class Page:
         self.busy = 0.0
         #: what this process has done last
         self.ring = flight.Ring(memoryview(self._memory)[_RING:SIZE])
+        #: seconds of collectives that were done beside, until the last one's end; and when one began that goes on
+        self._joined, self._joining = 0.0, 0.0
+        self.sending: Callable[[], tuple[int, float]] = _nothing_sent  #: the last two figures of a ``WorkTally``
 
     @classmethod
     def shared(cls) -> Page:
@@ -116,6 +131,16 @@ class Page:
             self._free.append(slot)
             self.ring.write(self.ring.slot(), began, seq, 0, _now() - began, 0, FUNCTION)
 
+    @contextlib.contextmanager
+    def collective_beside(self) -> Iterator[None]:
+        """Counts, inside of a ``with`` block, what one thread does beside as a collective: mostly it waits there."""
+        self._joining = began = _now()
+        try:
+            yield
+        finally:
+            self._joining = 0.0
+            self._joined += _now() - began
+
     @property
     def beside(self) -> tuple[Beside, ...]:
         """The functions that run beside, or ran when the process ended; the one that began first comes first."""
@@ -139,8 +164,22 @@ class Page:
         return now
 
     def live(self) -> None:
-        """Notes that the node's threads run."""
-        _ALIVE.pack_into(self._memory, _ALIVE_AT, time.monotonic())
+        """Notes that the node's threads run, and for how long it has worked."""
+        now = time.monotonic()
+        _ALIVE.pack_into(self._memory, _ALIVE_AT, now)
+        with contextlib.suppress(RuntimeError):  # of a channel that is opened meanwhile: the next time is soon
+            _TALLY.pack_into(self._memory, _TALLY_AT, now, self._worked(now), *self.sending())
+
+    def _worked(self, now: float) -> float:
+        """Returns for how long the node has worked. Another thread than the one that counts asks, and takes no lock:
+        once in a great while it finds one step of that counted twice, or not yet."""
+        own = now - self._since if self._kind in _OWN else 0.0
+        joining = self._joining
+        return self.busy + own - self._joined - (now - joining if joining else 0.0)
+
+    def tally(self) -> WorkTally:
+        """Returns what the node noted last of how long it has worked."""
+        return WorkTally(*_TALLY.unpack_from(self._memory, _TALLY_AT))
 
     def read(self) -> tuple[int, int, int, float, float]:
         """Returns the command's number, what the node is at, the peer that it waits for there (NOBODY: none), and two
@@ -173,6 +212,11 @@ class Page:
     @paused.setter
     def paused(self, on: bool) -> None:
         self._memory[_PAUSED] = on
+
+
+def _nothing_sent() -> tuple[int, float]:
+    """Returns the figures of a node that has no channels yet."""
+    return 0, 0.0
 
 
 #: This process's page, if it is a node.

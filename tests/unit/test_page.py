@@ -7,7 +7,19 @@ import threading
 
 import pytest
 
-from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, IDLE, NOBODY, RECEIVE, SLOTS, Page
+from disttensor.runtime.process import page as page_module
+from disttensor.runtime.process.page import (
+    COLLECTIVE,
+    COMMANDS,
+    FUNCTION,
+    IDLE,
+    NOBODY,
+    RECEIVE,
+    SLOTS,
+    STREAMS,
+    Page,
+    WorkTally,
+)
 
 
 def test_the_page_names_the_function_while_it_runs() -> None:
@@ -90,3 +102,62 @@ def test_the_page_counts_the_time_of_work_and_not_that_of_waiting(monkeypatch: p
     now[0] += 100
     page.begin_command(2, COMMANDS)
     assert page.busy == 8
+
+
+class Hours:
+    """A clock in place of the page's, by which a test lets time pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(page_module, "_now", lambda: self.now)
+        monkeypatch.setattr(page_module.time, "monotonic", lambda: self.now)
+
+
+def test_a_node_notes_how_long_it_has_worked_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for is no work, and what goes on counts."""
+    clock, page = Hours(monkeypatch), Page()
+    assert page.tally() == WorkTally()
+    page.begin_command(1, COMMANDS)
+    clock.now += 3
+    page.live()
+    assert page.tally() == (103, 3, 0, 0)
+    page.begin_command(2, COLLECTIVE)
+    clock.now += 10
+    page.live()
+    assert page.tally() == (113, 3, 0, 0)
+    with page.function(3):
+        clock.now += 2
+    page.rest()
+    clock.now += 50
+    page.sending = lambda: (1 << 40, 2.5)
+    assert page.tally().at == 113
+    page.live()
+    assert page.tally() == (165, 5, 1 << 40, 2.5)
+
+
+def test_collectives_beside_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with streams takes part in them in a thread of its own: it works, but for the time that they take."""
+    clock, page = Hours(monkeypatch), Page()
+    page.begin_command(1, STREAMS)
+    clock.now += 3
+    with page.collective_beside():
+        clock.now += 5
+        page.live()
+        assert page.tally().worked == 3
+        clock.now += 1
+    clock.now += 2
+    page.live()
+    assert page.tally().worked == 5
+
+
+def test_a_tally_that_fails_is_left_for_the_next_time() -> None:
+    """The thread that notes it must not end: the node would."""
+    page = Page()
+
+    def changed() -> tuple[int, float]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    page.sending = changed
+    page.live()
+    assert page.has_begun
+    assert page.tally() == WorkTally()

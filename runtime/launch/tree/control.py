@@ -17,6 +17,7 @@ import msgspec
 
 from ...host.launch_spec import LaunchSpec
 from ...host.output_options import Output
+from ...host.process_use import UNKNOWN, ProcessUse
 from ...host.silence import Silence
 from ...process.page import NOBODY, Beside
 from ...protocol.bundle import Bundle
@@ -204,6 +205,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     peak: int = 0  #: the most bytes of memory that it had
     last_line: str = ""  #: the last line of its output
     flight: bytes = b""  #: its flight record, where that was asked for
+    use: ProcessUse = UNKNOWN  #: what it has used, and waited for
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ from functools import partial
 from ...host import descriptors
 from ...host.memory_limit import MemoryKills, resident
 from ...host.output_options import Output
+from ...host.process_use import UNKNOWN, use_of
 from ...host.socket_folder import living_sockets
 from ...process.lifetime import adopt_orphans, children, describe_exit, die_with_parent, end_children, process_stat
 from ...process.page import Page
@@ -122,17 +123,18 @@ class ForkedWorker:
         """Returns the sight of it from outside; with the ``stacks`` that it has written and its
         ``flight`` record, where they were asked for."""
         seq, kind, peer, seconds, deaf = self.page.read()
-        state, rss, cpu, lived, peak = "?", 0, 0.0, 0.0, 0
+        state, rss, cpu, lived, peak, use = "?", 0, 0.0, 0.0, 0, UNKNOWN
         with contextlib.suppress(OSError):
             fields = process_stat(self.pid)
             state, rss = fields[0], int(fields[21]) * resource.getpagesize()
             cpu = (int(fields[11]) + int(fields[12])) / _TICKS
             lived = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _TICKS)
             peak = max(rss, resident(pid=self.pid)[1])
+            use = use_of(self.pid, self.page.tally(), int(fields[9]))
         return Seen(
             self.rank, state, self.page.paused, seq, kind, peer, seconds, deaf, rss,
             self.stack.decode(errors="replace")[:MAX_STACK] if stacks else "", self.page.beside, stacks, cpu, lived,
-            peak, self.tail.last(), self.page.flight() if flight else b"",
+            peak, self.tail.last(), self.page.flight() if flight else b"", use,
         )  # fmt: skip
 
     def end_in_words(self, code: int, peak: int, memory: MemoryKills) -> str:

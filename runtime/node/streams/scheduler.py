@@ -323,7 +323,8 @@ class Scheduler(Lanes):
         def run(values: Values) -> Results:
             nonlocal began
             began = True
-            join(node, seq, command, values, stream_of(collective))
+            with page.mine.collective_beside():
+                join(node, seq, command, values, stream_of(collective))
             return None
 
         def spoil(poison: Poison) -> None:
