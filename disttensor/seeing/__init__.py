@@ -24,6 +24,7 @@ from .status import (
     QueueStatus,
     ScriptStatus,
     ScriptWait,
+    SlowStatus,
     TransferStatus,
     UndertakingStatus,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "Region",
     "ScriptStatus",
     "ScriptWait",
+    "SlowStatus",
     "TransferStatus",
     "UndertakingStatus",
     "check_finite",

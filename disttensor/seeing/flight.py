@@ -277,13 +277,7 @@ def record_flights(session: Session, environment: Mapping[str, str]) -> None:
     folder = flight_folder(environment)
     if folder is None:
         return
-    recorder, idle = FlightRecorder(session, folder), session.link.idle
-    shown = idle.on_look
-
-    def look() -> None:
-        shown()
-        recorder.look()
-
-    idle.on_look = look
+    recorder = FlightRecorder(session, folder)
+    session.link.idle.looks.append(recorder.look)
     session.link.seam.lost.add(recorder.note_loss)
     session.ends.callback(recorder.end)

@@ -173,21 +173,16 @@ def _how_far(node: Node) -> Hashable:
 def show_waits(session: Session) -> None:
     """Has the waits of a session's main thread be shown, from now until the session's end."""
     shown, prompter = WaitsShown(session, transient_line()), session.part(Prompter)
-
     shown.is_asked = lambda: prompter.is_asking
-
-    def look() -> None:
-        shown.look()
-        prompter.look()
-
     prompter.serve_session(session, shown.end_wait)
-    session.link.idle.on_look = look
+    session.link.idle.looks += [shown.look, prompter.look]
     session.link.waiting.on_long_wait = undertakings.mine.on_end = shown.end_wait
     session.changes.callback(_end_showing, session)
 
 
 def _end_showing(session: Session) -> None:
-    session.link.idle.on_look = session.link.waiting.on_long_wait = undertakings.mine.on_end = _nothing
+    session.link.idle.looks.clear()
+    session.link.waiting.on_long_wait = undertakings.mine.on_end = _nothing
 
 
 def _nothing() -> None:

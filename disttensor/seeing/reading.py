@@ -29,6 +29,7 @@ from ..session.places import MeshPlace
 from ..session.session import Session
 from ..tasks.actors import Actors
 from ..tasks.held import SessionObjects
+from .slow_watch import SlowNodes
 from .status import (
     OLD,
     ActorStatus,
@@ -91,6 +92,7 @@ def status(mesh: Mesh | None = None, *, timeout: float = PATIENCE) -> JobStatus:
         tuple(_actors(session)),
         tuple(_lines(session)),
         copies,
+        tuple(it for it in session.part(SlowNodes).rows if it.node in ranks),
         () if mesh is None else tuple(mesh._place.where(i) for i in range(len(nodes))),
     )
 

@@ -177,6 +177,24 @@ class ActorStatus:
 
 
 @dataclass(frozen=True)
+class SlowStatus:
+    """A node that is slow beside the others of its mesh."""
+
+    node: int
+    place: str  #: such as "dp=3"
+    host: str
+    behind: float  #: by which part its work, or its sends, take longer than those of the median of the others
+    cause: str  #: such as "throttled by its cgroup for 31% of the time"
+    line: str  #: the line that has issued what takes it longest, such as "train.py:33"; "" where that isn't known
+    what: str  #: that, such as "aten::mm"
+
+    def __str__(self) -> str:
+        host = f", host {self.host}" if self.host else ""
+        longest = f"; longest {_longest(self)}" if self.what else ""
+        return f"node {self.node} ({self.place}{host}) is {self.behind:.0%} behind its mesh: {self.cause}{longest}"
+
+
+@dataclass(frozen=True)
 class LineStatus:
     """A line of the script that has waited for nodes."""
 
@@ -199,6 +217,7 @@ class JobStatus:
     actors: tuple[ActorStatus, ...]
     lines: tuple[LineStatus, ...]  #: those that have waited longest, the costliest first
     copies: tuple[CopyStatus, ...] = ()  #: those of ``transfers`` that are large or take long, the oldest first
+    slow: tuple[SlowStatus, ...] = ()  #: the nodes that are slow beside the others of their mesh
     coordinates: tuple[str, ...] = ()  #: of the nodes, in the mesh whose status this is, such as "dp=1"
 
     def __repr__(self) -> str:
@@ -236,6 +255,8 @@ class JobStatus:
             for gpu in node.gpus:
                 found[f"node/{node.rank}/{gpu.device}/used"] = gpu.used
                 found[f"node/{node.rank}/{gpu.device}/busy"] = gpu.busy
+        for slow in self.slow:
+            found[f"node/{slow.node}/slow"] = slow.behind
         return {name: float(value) for name, value in found.items() if value is not None}
 
     # ---- tables ------------------------------------------------------------------------------------------------------
@@ -258,6 +279,9 @@ class JobStatus:
             ("large transfers", _COPIES, [*map(_copy, self.copies)]),
             ("transfers", _TRANSFERS, [*map(_transfer, self.transfers)]),
             ("compiles", _COMPILES, [(f"{it.node}", f"{it.programs}", duration(it.seconds)) for it in self.compiles]),
+            ("slow nodes", _SLOW, [
+                (f"{it.node}", it.place, it.host, f"{it.behind:.0%}", it.cause, _longest(it)) for it in self.slow
+            ]),
             ("queues", _QUEUES, [
                 (f"{it.kind} {it.name}".rstrip(), f"{it.items}", f"{it.taking}", f"{it.putting}") for it in self.queues
             ]),
@@ -277,13 +301,14 @@ _COPIES = ("from", "to", "channel", "for", "done", "of", "since", "rate", "left"
 _SAID = ("node", "line")
 _TRANSFERS = ("from", "to", "channel", "for", "under way", "since", "begun", "in all", "rate")
 _COMPILES = ("node", "programs", "since")
+_SLOW = ("node", "place", "host", "behind by", "why", "longest")
 _QUEUES = ("queue", "items", "taking", "putting")
 _ACTORS = ("actor", "node", "calls")
 _LINES = ("line", "code", "waits", "in all")
 #: Columns whose cells stand at the right.
 _NUMBERS = {
     "behind", "cpu", "rss", "peak", "tensors", "held", "age", "gpu", "gpu memory", "done", "of", "left", "under way",
-    "since", "begun", "in all", "rate", "programs", "items", "taking", "putting", "calls", "waits",
+    "since", "begun", "behind by", "in all", "rate", "programs", "items", "taking", "putting", "calls", "waits",
 }  # fmt: skip
 
 
@@ -332,6 +357,10 @@ def _figures(it: NodeStatus | MeshStatus) -> Sequence[str]:
         _percent(sum(busy) / len(busy) if busy else None),
         f"{size(used)} of {size(total)}" if it.gpus else "-",
     )
+
+
+def _longest(it: SlowStatus) -> str:
+    return " ".join(filter(None, (it.line and f"at {it.line}", it.what)))
 
 
 def _percent(share: float | None) -> str:

@@ -301,10 +301,12 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
             session.threads.append(thread)
     from ..seeing.flight import record_flights  # not before a session: who imports disttensor may want none
     from ..seeing.progress import show_waits
+    from ..seeing.slow_watch import watch_for_slow_nodes
 
     show_waits(session)
     meet(session, range(count), settings.spec.timeout)
     session.begin()
+    watch_for_slow_nodes(session)
     if settings.blocking:
         for node in session.nodes:
             node.outbox.block()

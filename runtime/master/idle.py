@@ -45,7 +45,7 @@ class IdleFlush:
 
     __slots__ = (
         "_awake", "_losses", "_marked", "_replies", "_requests", "_sender", "_side", "_state", "_swept", "_thread",
-        "on_look",
+        "looks",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,7 @@ class IdleFlush:
         self._awake: dict[CommandQueue, int] = {}
         self._swept = 0.0  #: when the others were looked at last
         self._marked = 0.0  #: when it was noted last how much has been sent
-        self.on_look: Callable[[], object] = lambda: None  #: is called in each round, and looks by its own clock
+        self.looks: list[Callable[[], object]] = []  #: are called in each round; each looks by its own clock
         self._thread = threading.Thread(target=self._run, name="disttensor-flush", daemon=True)
         self._thread.start()
 
@@ -109,7 +109,8 @@ class IdleFlush:
             if not self._requests.is_under_way(cancelled.node, request) or cancelled.look(self._losses.look):
                 del self._side.cancelled[request]
         self._report_standstill(stood)
-        self.on_look()
+        for look in self.looks:
+            look()
         return looked
 
     def _mark(self, queue: CommandQueue, now: float) -> None:

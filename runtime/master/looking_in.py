@@ -103,6 +103,11 @@ class LookingIn:
                 state.seam.sent.remove(self._note_sites)
             state.wake.set()
 
+    @property
+    def watched(self) -> set[int]:
+        """The nodes that are watched now."""
+        return self._watched
+
     def _check(self, node: Node) -> None:
         """Raises NodeLost for a node that is gone, DisttensorError where it has no side channel. The caller holds the
         lock."""

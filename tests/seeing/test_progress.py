@@ -234,7 +234,8 @@ def test_a_wait_of_a_session_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch
         assert screen.look() == []
         assert re.match(rf"waiting \d s at {HERE}:\d+ for node 0: unseen", seen[0])
         link = current.session().link
-    assert [undertakings.mine.on_end, link.waiting.on_long_wait, link.idle.on_look] == [progress._nothing] * 3
+    assert [undertakings.mine.on_end, link.waiting.on_long_wait] == [progress._nothing] * 2
+    assert link.idle.looks == []
     for fd in (inner, outer):
         os.close(fd)
     screen.close()
