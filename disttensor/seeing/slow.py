@@ -1,4 +1,4 @@
-"""Which node of a mesh is slow, and why: the numbers of its nodes are compared, window by window.
+"""The comparison that names the slow node of a mesh, and why it is: the numbers of its nodes, window by window.
 
     every WINDOW seconds, each node from outside (a glance)       --> MeshWatch.look --> Slow: who, by how much, why
     SlowWatch (slow_watch.py) asks for the glances, finds the line, and tells
@@ -86,7 +86,7 @@ class Slow(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a node was at between two looks."""
+    """The work of a node between two looks."""
 
     rank: int
     worked: float  #: the share of the time

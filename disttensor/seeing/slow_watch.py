@@ -153,8 +153,9 @@ class SlowWatch:
             is_explaining = self._thread is not None and self._thread.is_alive()
             if it.rank not in self._found and not is_explaining:
                 self._found[it.rank] = None
-                self._thread = threading.Thread(target=self._explain, args=(it,), name="disttensor-slow", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._explain, args=(it,), name="disttensor-slow", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _same_work(self, it: Slow) -> bool:
         """Returns whether a node does what the usual one does, as far as that is seen of their last commands."""

@@ -1,4 +1,4 @@
-"""What a worker's process has used of its host, and what it had to wait for there: as the kernel counts it."""
+"""The use that a worker's process has made of its host, and its waits there, as the kernel counts them."""
 
 from __future__ import annotations
 
