@@ -83,6 +83,7 @@ class Slow(NamedTuple):
     behind: float  #: by which part it takes longer than the median of the others
     cause: str  #: in words; "" where nothing but its own commands is known to take longer
     peer: int  #: the node that stands for the others: of these the median one
+    measure: Measure  #: in what it is behind
 
 
 class _Part(NamedTuple):
@@ -140,7 +141,7 @@ class _Excess(NamedTuple):
         """Returns whether it counts, and stands out: by its sends from each other one, as in a ring over several hosts
         the last node of each sends by the network, and the others do not."""
         return self.counts and (
-            self.lost >= SPREAD * self.spread if measure == "work" else self.margin >= self.lost / 2
+            self.lost >= SPREAD * self.spread if measure == "work" else self.margin >= self.lost / 4
         )
 
 
@@ -269,7 +270,7 @@ class MeshWatch:
         it, excess = pair
         others = sorted(excess.others, key=lambda each: each.worked)
         cause = _slow_sends(it, excess) if measure == "sends" else _cause(it, excess)
-        return Slow(rank, max(0.0, excess.behind), cause, others[len(others) // 2].rank)
+        return Slow(rank, max(0.0, excess.behind), cause, others[len(others) // 2].rank, measure)
 
 
 def _cause(it: _Part, excess: _Excess) -> str:

@@ -22,6 +22,7 @@ from ..runtime.master.failures import short_line
 from ..runtime.master.looking_in import NodeEvent
 from ..runtime.master.node import Node
 from ..runtime.node.collectives import RUNNERS
+from ..runtime.process.page import COLLECTIVE
 from ..runtime.protocol import codec
 from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
@@ -64,7 +65,7 @@ class SlowNodes:
 class SlowWatch:
     """The watch over the meshes of one session."""
 
-    def __init__(self, session: Session, find: Callable[[Session, int, int], Longest | None] | None = None) -> None:
+    def __init__(self, session: Session, find: Callable[[Session, Slow], Longest | None] | None = None) -> None:
         """``find``: what takes a slow node so long, compared with a usual one."""
         self._session, self._clock = session, session.link.clock
         self._find = self._longest if find is None else find
@@ -180,7 +181,7 @@ class SlowWatch:
         """Finds what takes a node so long, and tells."""
         longest = None
         try:
-            longest = self._find(self._session, it.rank, it.peer)
+            longest = self._find(self._session, it)
         except Exception:  # a node that can't answer is no less slow
             _log.debug("what takes node %d so long is not known", it.rank, exc_info=True)
         if self._ended.is_set():
@@ -193,24 +194,34 @@ class SlowWatch:
             self._told[it.rank] = now
             _log.warning("%s", row)
 
-    def _longest(self, session: Session, rank: int, peer: int) -> Longest | None:
-        looking = session.link.looking
+    def _longest(self, session: Session, it: Slow) -> Longest | None:
+        looking, rank, peer = session.link.looking, it.rank, it.peer
+        if it.measure == "sends" and (within := self._collective_of(session.nodes[rank])) is not None:
+            return within
         if looking.watched & {rank, peer}:  # somebody else's
             return None
         try:
             looking.watch([rank, peer], ["commands"], ROOM)
             if self._ended.wait(WATCHED):
                 return None
-            events = [looking.fetch(each, ANSWER).events for each in (rank, peer)]
+            mine, usual = (looking.fetch(each, ANSWER).events for each in (rank, peer))
         finally:
             with suppress(DisttensorError):
                 looking.watch([rank, peer], [])
-        found = longest_of(*events)
+        # who sends slowly does so in collectives, of which the others' parts take as long
+        found = longest_of(mine, usual) if it.measure == "work" else longest_of(mine, (), joint=True)
         if found is None or found[0].site is not None:
             return found and Longest(short_line(found[0].site), codec.one_line(found[0].what), found[1])
         with session.link.lock:
             sent = session.nodes[rank].command(found[0].number)
         return Longest("" if sent is None else short_line(sent.site), codec.one_line(found[0].what), found[1])
+
+    def _collective_of(self, node: Node) -> Longest | None:
+        """Returns the collective that a node is in, as it is seen; None where it is in none."""
+        with self._session.link.lock:
+            seen = node.connection.seen
+            sent = node.command(seen.seq) if seen is not None and seen.kind == COLLECTIVE else None
+        return None if sent is None else Longest(short_line(sent.site), codec.one_line(sent.operator), 0.0)
 
 
 def _runs(done: Counter[tuple[bool, str]]) -> int:
@@ -218,13 +229,16 @@ def _runs(done: Counter[tuple[bool, str]]) -> int:
     return sum(n for (runs, _), n in done.items() if runs)
 
 
-def longest_of(slow: Sequence[NodeEvent], usual: Sequence[NodeEvent]) -> tuple[NodeEvent, float] | None:
+def longest_of(
+    slow: Sequence[NodeEvent], usual: Sequence[NodeEvent], joint: bool = False
+) -> tuple[NodeEvent, float] | None:
     """Returns the command of a slow node that has taken most of the time by which it is behind, and for how many
     seconds it stood still, if that is why; 0 if not. None where none is known.
 
-    Of commands that other nodes take part in it is not known who has made them long.
+    Of commands that other nodes take part in it is not known who has made them long: those are looked at alone, where
+    they are ``joint``, or not at all.
     """
-    mine, theirs = _by_command(slow), _by_command(usual)
+    mine, theirs = _by_command(slow, joint), _by_command(usual, joint)
     if not mine:
         return None
     more = {key: sum(map(_seconds, its)) - sum(map(_seconds, theirs.get(key, ()))) for key, its in mine.items()}
@@ -235,13 +249,13 @@ def longest_of(slow: Sequence[NodeEvent], usual: Sequence[NodeEvent]) -> tuple[N
         ((key, max(its, key=_seconds)) for key, its in mine.items()), key=lambda it: _seconds(it[1]) - middle[it[0]]
     )
     stood = _seconds(longest) - middle[key]
-    if stood >= STOOD and by_each < sum(max(0.0, each) for each in more.values()) / 2:
+    if not joint and stood >= STOOD and by_each < sum(max(0.0, each) for each in more.values()) / 2:
         return longest, stood
     return max(mine[max(more, key=lambda it: more[it])], key=_seconds), 0.0
 
 
-def _by_command(events: Sequence[NodeEvent]) -> dict[tuple[object, str], list[NodeEvent]]:
-    done = [each for each in events if each.kind == "done" and each.what not in RUNNERS]
+def _by_command(events: Sequence[NodeEvent], joint: bool) -> dict[tuple[object, str], list[NodeEvent]]:
+    done = [each for each in events if each.kind == "done" and (each.what in RUNNERS) == joint]
     found: dict[tuple[object, str], list[NodeEvent]] = {}
     for event in [each for each in done if each.site is not None] or done:  # what no line has issued serves those
         found.setdefault((event.site, event.what), []).append(event)

@@ -26,7 +26,7 @@ from disttensor.runtime.master.looking_in import NodeEvent
 from disttensor.runtime.master.node import Node
 from disttensor.runtime.process.page import COMMANDS, NOBODY, WorkTally
 from disttensor.seeing import SlowStatus, slow_watch
-from disttensor.seeing.slow import BEHIND, OF, RECOVERED, WINDOW, WINDOWS
+from disttensor.seeing.slow import BEHIND, OF, RECOVERED, WINDOW, WINDOWS, Slow
 from disttensor.seeing.slow_watch import AGAIN, SEEN, Longest, SlowNodes, SlowWatch, longest_of
 from disttensor.session import current
 
@@ -81,7 +81,7 @@ class Job:
         )
         places = SimpleNamespace(meshes=[place])
         session: Any = SimpleNamespace(link=link, nodes=self.nodes, places=places, part=lambda make: self.slow)
-        self.watch = SlowWatch(session, lambda session, rank, peer: self.found[rank])
+        self.watch = SlowWatch(session, lambda session, it: self.found[it.rank])
         self.glances = 0
 
     def _glance(self, node: Node) -> None:
@@ -332,6 +332,13 @@ def test_the_longest_command_is_the_one_by_which_the_node_is_behind() -> None:
     assert (found[0].what, found[1]) == ("mm", 0.0)
 
 
+def test_slow_sends_are_those_of_a_collective() -> None:
+    slow = events(mm=[0.30] * 5, all_reduce=[0.2, 0.3], all_gather=[0.1])
+    found = longest_of(slow, (), joint=True)
+    assert found is not None
+    assert (found[0].what, found[1]) == ("all_reduce", 0.0)
+
+
 def test_single_commands_that_stand_still_are_stalls() -> None:
     usual = events(mm=[0.001] * 50, add=[0.002] * 50)
     slow = events(mm=[0.001] * 47 + [0.051] * 3, add=[0.0022] * 50)
@@ -355,7 +362,7 @@ def test_real_nodes_say_what_they_have_worked_and_which_command_took_longest(mon
         mesh = dt.mesh(dp=2)
         x = torch.full((300, 300), 1 / 300, device=mesh.device)
         watch = SlowWatch(session)
-        thread = threading.Thread(target=lambda: found.append(watch._find(session, 0, 1)))
+        thread = threading.Thread(target=lambda: found.append(watch._find(session, Slow(0, 1.0, "", 1, "work"))))
         thread.start()
         while thread.is_alive():
             y = x @ x

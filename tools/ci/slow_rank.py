@@ -111,7 +111,7 @@ def run(cause: str, nodes: int, slow: int) -> dict[str, object]:
         return {"good": not named, **found}
     text = named[0][1] if named else ""
     is_right = text.startswith(f"node {slow} ") and WORDS[cause] in text
-    has_line = cause == "tbf" or Path(__file__).name in text
+    has_line = Path(__file__).name in text
     seconds = round(named[0][0] - began, 1) if named else None
     return {"good": is_right and has_line and not early, "seconds": seconds, "early": early, **found}
 
