@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from types import TracebackType
 
 from ..dispatch.call_site import here
@@ -16,34 +15,7 @@ from .chrome_trace import ChromeTrace, encode, write
 from .recording import ProfileRecord, Recording
 from .regions import RegionEnded
 from .shares import table
-
-
-class OneAtATime:
-    """The place of the profile that a session records, of which there is one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_taken = False
-        self._begun = ""
-
-    def enter(self, begun: str) -> None:
-        """Takes the place for a profile. ``begun``: where, such as "at train.py:12". Raises DisttensorError where it is
-        taken."""
-        with self._lock:
-            if self._is_taken:
-                raise DisttensorError(
-                    f"a profile is recorded already, begun {self._begun}: a session records one at a time, so leave "
-                    "the inner dt.seeing.profile out"
-                )
-            self._is_taken, self._begun = True, begun
-
-    def leave(self) -> None:
-        with self._lock:
-            self._is_taken = False
-
-    def forked(self) -> None:
-        """Frees the place in a forked child, whose parent records."""
-        self._lock, self._is_taken = threading.Lock(), False
+from .watch_place import WatchPlace
 
 
 class Profile:
@@ -77,7 +49,7 @@ class Profile:
         the script; OSError for a file that can't be written.
         """
         session = current.session()
-        place, recording = session.part(OneAtATime), Recording(session.link)
+        place, recording = session.part(WatchPlace), Recording(session.link)
         place.enter(begun)
         try:
             if self._path:
@@ -116,7 +88,7 @@ class Profile:
             finally:
                 recording.end()
                 self._record, self._recording = recording.record(), None
-                session.part(OneAtATime).leave()
+                session.part(WatchPlace).leave()
                 if self._path:
                     write(encode(self.to_dict(), self._path), self._path)
 

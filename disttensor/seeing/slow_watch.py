@@ -28,6 +28,7 @@ from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
 from .slow import WINDOW, MeshWatch, NodeLook, Slow
 from .status import SlowStatus
+from .watch_place import WatchPlace
 
 #: Seconds between two looks whether the glances of nodes have come, and after which the others are not waited for.
 LOOK, SEEN = 0.05, 1.0
@@ -77,7 +78,7 @@ class SlowWatch:
         self._told: dict[int, float] = {}  #: by rank: when it was told of
         self._found: dict[int, Longest | None] = {}  #: of those that are slow
         self._where: dict[int, str] = {}  #: by rank: its coordinates
-        self._ended = threading.Event()
+        self._ended, self._wanted = threading.Event(), threading.Event()  #: the latter ends the look at commands
         self._thread: threading.Thread | None = None
         self._off = False
 
@@ -104,6 +105,7 @@ class SlowWatch:
         """Ends the watch, with the session."""
         self._off = True
         self._ended.set()
+        self._wanted.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
 
@@ -198,16 +200,18 @@ class SlowWatch:
         looking, rank, peer = session.link.looking, it.rank, it.peer
         if it.measure == "sends" and (within := self._collective_of(session.nodes[rank])) is not None:
             return within
-        if looking.watched & {rank, peer}:  # somebody else's
-            return None
-        try:
-            looking.watch([rank, peer], ["commands"], ROOM)
-            if self._ended.wait(WATCHED):
+        with session.part(WatchPlace).borrow() as wanted:
+            if wanted is None:  # a profile is recorded
                 return None
-            mine, usual = (looking.fetch(each, ANSWER).events for each in (rank, peer))
-        finally:
-            with suppress(DisttensorError):
-                looking.watch([rank, peer], [])
+            try:
+                self._wanted = wanted
+                looking.watch([rank, peer], ["commands"], ROOM)
+                if self._ended.is_set() or wanted.wait(WATCHED):
+                    return None
+                mine, usual = (looking.fetch(each, ANSWER).events for each in (rank, peer))
+            finally:
+                with suppress(DisttensorError):
+                    looking.watch([rank, peer], [])
         # who sends slowly does so in collectives, of which the others' parts take as long
         found = longest_of(mine, usual) if it.measure == "work" else longest_of(mine, (), joint=True)
         if found is None or found[0].site is not None:
