@@ -146,7 +146,7 @@ class NodeWorker:
                     executor.apply(batch)
                 # before the report, which tells for how long it has worked
                 done = executor.done
-                ended = mine.rest() if done == executor.seq else mine.begin_command(done, STREAMS)
+                ended = mine.rest() if done == executor.seq else self._begin_streams(mine, done)
                 record(slot(), began, batch.first, size, ended - began, executor.seq - batch.first & COUNT, COMMANDS)
                 self._unacknowledged += size
                 if self._replies or self._due:
@@ -198,8 +198,17 @@ class NodeWorker:
     def _due(self) -> bool:
         return self.executor.done - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES
 
+    def _begin_streams(self, mine: page.Page, done: int) -> float:
+        """Notes that only streams are at work. Returns the time."""
+        began = mine.begin_command(done, STREAMS)
+        if self.executor.done == self.executor.seq:  # they have ended meanwhile, and found something else noted
+            mine.end_streams()
+        return began
+
     def _progress(self) -> None:
         """Reports if a report is due. Called when a stream has done something."""
+        if self.executor.done == self.executor.seq:
+            page.mine.end_streams()
         if self._replies or self._due:
             self._flush()
 

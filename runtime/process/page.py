@@ -163,6 +163,12 @@ class Page:
         self._kind = self._memory[_KIND] = IDLE
         return now
 
+    def end_streams(self) -> None:
+        """Notes that streams, which alone were at work, have ended. Called by other threads than the one that notes
+        commands, and without a lock: once in a great while the next command is taken for rest until its end."""
+        if self._kind == STREAMS:
+            self.rest()
+
     def live(self) -> None:
         """Notes that the node's threads run, and for how long it has worked."""
         now = time.monotonic()

@@ -39,7 +39,7 @@ PROGRAMS = {
     "a function that aborts": (
         "dt.run(abort, node=2)",
         r"disttensor\.\S+\.NodeLost: node 2 \(.*\) is lost: killed by SIGABRT while it ran abort\(\), .* stay usable",
-        21,
+        22,
     ),
     "a worker of a DataLoader that uses a node": (
         "list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context='fork'))",

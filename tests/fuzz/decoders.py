@@ -1059,6 +1059,7 @@ USES_WITHOUT: dict[str, str] = {
     "runtime/process/page.py:Page.beside": _PAGE,
     "runtime/process/page.py:Page.read": _PAGE,
     "runtime/process/page.py:Page.running": _PAGE,
+    "runtime/process/page.py:Page.tally": _PAGE,
     "runtime/protocol/keys.py:curve_pair": _LIBRARY,
     "runtime/protocol/keys.py:curve_pair_of": _LIBRARY,
     "runtime/transport/spoke.py:_connect": _LIBRARY,

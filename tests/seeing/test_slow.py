@@ -361,6 +361,7 @@ def test_real_nodes_say_what_they_have_worked_and_which_command_took_longest(mon
         session = current.session()
         mesh = dt.mesh(dp=2)
         x = torch.full((300, 300), 1 / 300, device=mesh.device)
+        dt.all_reduce(x @ x, "avg", over="dp")[0, 0].item()  # so that nothing is defined while it is looked at
         watch = SlowWatch(session)
         thread = threading.Thread(target=lambda: found.append(watch._find(session, Slow(0, 1.0, "", 1, "work"))))
         thread.start()

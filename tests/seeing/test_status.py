@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,17 @@ class Busy:
         os.write(self._sink, b"x")
         os.close(self._sink)
         self.work.result()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_whose_streams_have_ended_is_idle() -> None:
+    """Without a further message, by which it would be seen at the latest."""
+    with dt.Stream("node:1"):
+        work = dt.submit(time.sleep, 0.05, node=1)
+    dt.synchronize(1)  # which the stream's thread answers
+    status = dt.seeing.status(timeout=HANG)
+    assert (status.nodes[1].state, status.nodes[1].behind) == ("idle", 0)
+    assert work.result() is None
 
 
 @pytest.mark.usefixtures("cluster")
