@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "SEEING.md").read_text()
 #: The program, and what it prints, which has empty lines.
 SHOWN = re.compile(r"```python\n(.*?)```\s*prints\n\n((?:    [^\n]*\n|\n(?=    ))+)", re.DOTALL)
 #: What each of the page's programs is about.
-PROGRAMS = ("status", "whence", "check_finite", "profile")
+PROGRAMS = ("status", "profile", "check_finite", "whence")
 #: The host on which the page's output was printed.
 HOST = "vm"
 #: The folder in which its programs have run.
