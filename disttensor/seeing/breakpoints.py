@@ -42,7 +42,7 @@ CALL = signal.SIGRTMIN + 8
 NAMED = 3
 #: The most characters of a debugger's prompt.
 PROMPT = 60
-#: The code in which Python waits, and our own for what is no node.
+#: The code in which Python waits, and our own for waits that are not for a node.
 _WAITS = frozenset(wait.__code__ for wait in (threading.Condition.wait, threading.Thread.join, AnswerSlot.wait))
 #: That in which ``join`` waits before Python 3.13. Others call it, too, and do not wait.
 _OF_JOIN = getattr(threading.Thread, "_wait_for_tstate_lock", None)
@@ -105,8 +105,8 @@ class Prompter:
                 if not self._said_no_terminal:
                     self._said_no_terminal = True
                     _log.warning(
-                        "node %d goes on from its breakpoint at %s: nobody can be asked, as the script's stdin is no "
-                        "terminal; PYTHONBREAKPOINT=0 leaves breakpoints out",
+                        "node %d goes on from its breakpoint at %s: nobody can be asked, as the script's stdin is not "
+                        "a terminal; PYTHONBREAKPOINT=0 leaves breakpoints out",
                         stop.node,
                         stop.position,
                     )
@@ -223,7 +223,7 @@ class Prompter:
         return stop
 
     def _show(self, stop: StoppedFunction) -> None:
-        """Prints what a debugger has said, but for its prompt."""
+        """Prints what a debugger has said, except its prompt."""
         if not stop.is_named and stop.state == "asks":
             stop.is_named = True
             others = [f"node {other.node}, {other.position}" for other in self._asking() if other is not stop]
@@ -258,7 +258,7 @@ class Prompter:
             return
         except (EOFError, OSError, RuntimeError, ValueError):  # closed, or a notebook whose front end can't ask
             is_first = prompt.endswith("pdb) ")  # else it leaves what the debugger was told to begin
-            _print(f"\nnode {stop.node} goes on from its breakpoint: there is no more input\n" if is_first else "\n")
+            _print(f"\nnode {stop.node} goes on from its breakpoint: the input has ended\n" if is_first else "\n")
             self._interrupts = 0
             self._answer(stop, "go on")
             return
@@ -297,8 +297,8 @@ def breakpoint(*, header: str | None = None) -> None:
 
     So does Python's ``breakpoint()`` on nodes that are processes. The script asks while it waits for something, one
     debugger after the other, by prompts such as ``(node 1 pdb) ``. All commands of pdb's work; Ctrl-D has the function
-    go on, Ctrl-C ends what the debugger is at. Where the script's stdin is no terminal the function goes on, which is
-    said once. In the script itself it does what Python's ``breakpoint()`` does.
+    go on, Ctrl-C ends what the debugger is at. Where the script's stdin is not a terminal the function goes on, and
+    a warning says so once. In the script itself it does what Python's ``breakpoint()`` does.
 
     With ``PYTHONBREAKPOINT=0`` in the environment it does nothing. ``header`` is printed first.
     """

@@ -99,7 +99,7 @@ class CommandScan:
         return max(found, key=lambda event: event[:2], default=None)
 
     def failure(self, ref: int) -> Failure | None:
-        """Returns the failure by which there is no value."""
+        """Returns the failure that has left a tensor without a value."""
         found = self._spoilt.get(ref) or self._spoilt.get(self.memory(ref))
         return found if found is not None or self._within is None else self._within.failure(ref)
 

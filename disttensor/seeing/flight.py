@@ -211,8 +211,8 @@ class FlightRecorder:
         self._failed = False
 
     def note_loss(self, event: NodeGone) -> None:
-        """Has a file be written soon. The caller holds the link's lock."""
-        if self._due is None or "-wait." in self._due[0]:  # a wait for a node that is lost now is no other story
+        """Plans to write a file soon. The caller holds the link's lock."""
+        if self._due is None or "-wait." in self._due[0]:  # a loss replaces the file of a wait for that node
             self._begin_file("lost", f"node {event.node} is lost: {getattr(event.error, 'cause', '')}")
         if self._due is not None and isinstance(event.error, NodeLost):
             event.error.record = self._due[0]
@@ -273,7 +273,7 @@ class FlightRecorder:
 
 
 def record_flights(session: Session, environment: Mapping[str, str]) -> None:
-    """Has the flight record of a session be written by itself, from now until its end."""
+    """Writes the flight record of a session by itself, at losses and long waits, from now until its end."""
     folder = flight_folder(environment)
     if folder is None:
         return

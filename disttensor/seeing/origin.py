@@ -44,7 +44,7 @@ class Origin:
     written: OriginCommand | None  #: what has written it in place last, be it by a view of the same memory
     is_view: bool  #: whether it lies in another tensor's memory, as far as that is known
     ready: bool  #: whether it is known to be computed
-    failure: str  #: why there is no value, such as "RuntimeError: ..., in aten::mm at train.py:31"; "" for none
+    failure: str  #: what has left it without a value: "RuntimeError: ..., in aten::mm at train.py:31"; "" for none
     unknown: tuple[str, ...] = ()  #: what is not known, and why
     ranks: tuple[Origin, ...] = ()  #: for a mesh whose ranks have their values from elsewhere: each one's
 

@@ -3,7 +3,7 @@
     every WINDOW seconds, each node from outside (a glance)       --> MeshWatch.look --> Slow: who, by how much, why
     SlowWatch (slow_watch.py) asks for the glances, finds the line, and tells
 
-What is measured. Ranks that meet in collectives have one step time. What differs is how much of it each one works: the
+What is measured. Ranks that meet in collectives have one step time. They differ in how much of it each one works: the
 slow one works longest, and waits least. So a node notes twice a second, in a page of memory that is read without it,
 for how many seconds it has worked so far: what it already counts per message, without the time in collectives and in
 waits for tensors. Nothing is counted per command, and nothing more per message. Beside that stands what the kernel
@@ -23,7 +23,8 @@ behind, so that of N nodes any one is named by chance, after a given window, wit
 
 For eight nodes and q = 1/10, which is noise of some 8 % of a window, that is 9e-10. With q = 3/4, noise of 20 %, it is
 2e-4, and hardly ever is such a node behind over all of the windows together as well. For two nodes (8 of 10 windows) it
-is 4e-9 with q = 1/10. Noise that lasts for ten seconds is no noise there: SPREAD is for what all nodes share.
+is 4e-9 with q = 1/10. Noise that lasts for ten seconds does not count as noise there: SPREAD is for what all nodes
+share.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class SlowWatch:
                     self._compare()
             elif now - self._asked >= WINDOW:
                 self._ask(now)
-        except Exception:  # what is seen of nodes is no reason to let them wait
+        except Exception:  # an error of this watch does not stop the job
             self._off = True
             _log.warning("slow nodes are not told of any more", exc_info=True)
 
@@ -184,7 +184,7 @@ class SlowWatch:
         longest = None
         try:
             longest = self._find(self._session, it)
-        except Exception:  # a node that can't answer is no less slow
+        except Exception:  # a node that can't answer is slow all the same
             _log.debug("what takes node %d so long is not known", it.rank, exc_info=True)
         if self._ended.is_set():
             return

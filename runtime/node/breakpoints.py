@@ -103,7 +103,7 @@ class Breakpoints:
 
 
 def stop(frame: FrameType, header: str | None = None) -> bool:
-    """Has the function of a frame stop. Returns False, and does nothing, in a thread that is no node's."""
+    """Has the function of a frame stop. Returns False, and does nothing, in a thread that is not a node's."""
     place = where.found()
     if place is None:
         return False

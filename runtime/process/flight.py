@@ -115,8 +115,8 @@ def encode(ring: Ring, at_work: list[bytes]) -> bytes:
 
 
 def decode(record: bytes) -> list[FlightRecord]:
-    """Returns what ``encode`` has written, the oldest first, with times of the calendar. Whatever is no record is left
-    out."""
+    """Returns what ``encode`` has written, the oldest first, with times of the calendar. Leaves out whatever is not a
+    record."""
     if len(record) < _HEAD.size:
         return []
     now, calendar = _HEAD.unpack_from(record)

@@ -160,7 +160,7 @@ def breakpoints(tmp_path: Path) -> None:
         head = f"node 1 is at a breakpoint in step(), {position}\n> {position} in step()\n-> z = y * 2\n21\n"
         same(said, f"{head}> Cell In[2], line 5 in step()\n-> return z\n42\n")
         said = kernel.run(STEP)
-        assert said.endswith("node 1 goes on from its breakpoint: there is no more input\n42\n"), said
+        assert said.endswith("node 1 goes on from its breakpoint: the input has ended\n42\n"), said
 
 
 def same(found: object, expected: object) -> None:

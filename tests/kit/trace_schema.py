@@ -27,7 +27,7 @@ Slices = list[tuple[int, int]]
 
 
 class Broken(Exception):
-    """A file that is no such trace, and why."""
+    """A file that is not such a trace, and why."""
 
 
 def ns(us: float) -> int:
@@ -73,7 +73,7 @@ def _check_event(event: dict[str, Any]) -> None:
             raise Broken(f"{key} is {value!r}: {event}")
     for key in ("pid", "tid"):
         if type(event.get(key, 0)) is not int:
-            raise Broken(f"{key} is no whole number: {event}")
+            raise Broken(f"{key} is not a whole number: {event}")
     if phase == "f" and event["bp"] != "e":
         raise Broken(f"an arrow that ends at the next slice: {event}")
 

@@ -158,7 +158,7 @@ def test_interact(user: User, capsys: pytest.CaptureFixture[str]) -> None:
     assert "121" in printed
     assert "ZeroDivisionError" in printed
     assert "63" in printed
-    assert "no more input" not in printed
+    assert "the input has ended" not in printed
     assert user.prompts[1:] == ["(node 1) >>> "] * 3 + ["(node 1) ... "] * 2 + ["(node 1) >>> "] * 2 + ["(node 1 pdb) "]
 
 
@@ -230,7 +230,7 @@ def test_ctrl_c_once_and_twice(user: User, capsys: pytest.CaptureFixture[str]) -
 def test_the_end_of_the_input(user: User, error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     user.answers = ["b step", error]
     assert dt.run(step, 1, node=0) == 4
-    assert capsys.readouterr().out.count("node 0 goes on from its breakpoint: there is no more input") == 1
+    assert capsys.readouterr().out.count("node 0 goes on from its breakpoint: the input has ended") == 1
 
 
 def test_without_a_terminal_all_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -548,7 +548,7 @@ def test_at_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     it.wait("interrupted")
     it.wait("the function has ended, and its debugger with it", "cancelled step() was cancelled", one)
     it.type("\x04")
-    it.wait("node 0 goes on from its breakpoint: there is no more input", "value 9")
+    it.wait("node 0 goes on from its breakpoint: the input has ended", "value 9")
     it.wait("node 0 is lost, and its debugger with it", "lost 0")
     it.wait("the end")
     assert it.process.wait(HANG) == 0

@@ -21,12 +21,12 @@ import pytest
 import torch
 from began import Began, tell
 from limits import HANG
+from thread_nodes import thread_nodes
 from virtual_time import VirtualClock
 
 import disttensor as dt
 from disttensor import testing
 from disttensor.runtime.host.socket_folder import NotOurs
-from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process import flight, page
 from disttensor.runtime.process.flight import REPORTED, SENDING, SENT, WAITED, FlightRecord
 from disttensor.runtime.process.observing import NodeGone
@@ -36,7 +36,6 @@ from disttensor.seeing import flight as seeing_flight
 from disttensor.seeing.flight import AGAIN, COMES, LONG, LOOK, FlightRecorder, lines_of, record_of
 from disttensor.seeing.flight_files import FLIGHT, KEPT, FlightFolder, flight_folder
 from disttensor.session import current
-from disttensor.startup import start
 
 
 @pytest.fixture
@@ -60,19 +59,13 @@ def seven() -> int:
 
 
 def test_it_has_what_observers_at_the_seam_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, made = list[Any](), list[NodeWorker]()
-
-    class Kept(NodeWorker):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-            for point in self.seam.points().values():
-                if point is not self.seam.commands:
-                    point.add(events.append)
-
-    monkeypatch.setattr(start, "NodeWorker", Kept)
+    events = list[Any]()
     monkeypatch.setattr(page, "mine", Page())
-    with dt.init_master_worker(nodes=2, launcher="inproc"):
+    with thread_nodes(2) as made:
+        for worker in made:
+            for point in worker.seam.points().values():
+                if point is not worker.seam.commands:
+                    point.add(events.append)
         link = current.session().link
         dt.synchronize()
         before = [len(node.outbox.trail.records()) for node in link.nodes]

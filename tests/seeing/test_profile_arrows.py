@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from quick import inputs
+from thread_nodes import thread_nodes
 from trace_schema import check_trace
 
 import disttensor as dt
 from disttensor.runtime.master.looking_in import NodeEvent, NodeEvents
 from disttensor.runtime.node.gathering import Gathering
-from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process.observing import (
     CommandDone,
     CommandIssued,
@@ -32,7 +32,6 @@ from disttensor.runtime.protocol.transfer_ids import ORDERED
 from disttensor.seeing.chrome_trace import ChromeTrace, pid_of
 from disttensor.seeing.recording import Recording
 from disttensor.session import current
-from disttensor.startup import start
 
 SCRIPT = -1
 NODES = 3
@@ -70,17 +69,7 @@ class Heard:
 
 @pytest.fixture(scope="module")
 def seams() -> Iterator[list[NodeSeam]]:
-    made = list[NodeWorker]()
-
-    class Kept(NodeWorker):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "NodeWorker", Kept)
-        context = dt.init_master_worker(nodes=NODES, launcher="inproc")
-    with context:
+    with thread_nodes(NODES) as made:
         yield [worker.seam for worker in made]
 
 

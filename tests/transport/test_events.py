@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from thread_nodes import thread_nodes
 
 import disttensor as dt
-from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.process.observing import (
     BatchApplied,
     CollectiveDone,
@@ -30,7 +30,6 @@ from disttensor.runtime.process.observing import (
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.session import current
-from disttensor.startup import start
 
 
 @dataclass
@@ -60,17 +59,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[World]:
-    made = list[NodeWorker]()
-
-    class Kept(NodeWorker):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "NodeWorker", Kept)
-        context = dt.init_master_worker(nodes=2, launcher="inproc")
-    with context:
+    with thread_nodes(2) as made:
         x, y = torch.ones(4, device="node:0"), torch.ones(4, device="node:1")
         z = torch.ones(4, device=dt.mesh(dp=2).device)
         world = World([worker.seam for worker in made], x, y, z)
