@@ -74,7 +74,8 @@ class LookingIn:
         self._state, self._side = state, side_channels
         self._clock_name = clock_name()
         self._watched: set[int] = set()
-        self._next: dict[int, int] = {}  #: by rank: the number of the event that comes next
+        #: by worker, its rank and incarnation, as each counts from 0: the number of the event that comes next
+        self._next: dict[tuple[int, int], int] = {}
         #: by rank: the lines of messages that have left while it was watched
         self._sites: dict[int, deque[tuple[int, list[Site | None]]]] = {}
 
@@ -130,9 +131,10 @@ class LookingIn:
         deadline = self._state.clock.now() + timeout
         while True:
             answer = self._exchange(rank, deadline, timeout)
-            told, expected = answer.message, self._next.get(rank, 0)
+            told, worker = answer.message, self._worker(rank)
+            expected = self._next.get(worker, 0)
             dropped += max(0, told.first - expected)
-            self._next[rank] = told.first + len(told.events)
+            self._next[worker] = told.first + len(told.events)
             lines = self._lines(rank)
             events += [self._event(rank, seen, lines) for seen in told.events]
             if not (told.more and told.events):
@@ -161,7 +163,10 @@ class LookingIn:
     def _ask(self, rank: int) -> int:
         with self._state.lock:
             self._check(self._state.nodes[rank])
-            return self._side.ask(self._state.nodes[rank], self._next.get(rank, 0))
+            return self._side.ask(self._state.nodes[rank], self._next.get(self._worker(rank), 0))
+
+    def _worker(self, rank: int) -> tuple[int, int]:
+        return rank, self._state.nodes[rank].connection.number
 
     @uninterrupted
     def _take_events(self, node: Node, request: int) -> Answered | None:

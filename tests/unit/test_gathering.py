@@ -192,6 +192,25 @@ def test_a_fetch_takes_what_is_new_in_all_its_parts_with_lines_and_the_clock(
     assert looker.words(1) == [side.Gather(3, 7)]
 
 
+def test_a_worker_in_the_place_of_another_is_asked_for_all_that_it_has_noted(
+    looker: Looker, clock: VirtualClock
+) -> None:
+    looker.looking.watch([1], ["graph"], 5)
+    noted = Noted("graph", 2.0, 1.0, "", 6, "4")
+    clock.plan(1, lambda: looker.answer(1, 1, noted, noted, first=3))
+    assert looker.looking.fetch(1).dropped == 3
+    node = looker.state.nodes[1]
+    node.lose(NodeLost(1, "a", 1, "it fell"))
+    node.begin_connection().greet(HELLO)
+    with looker.state.lock:
+        node.resume(0, ())
+    looker.words(1)
+    clock.plan(1, lambda: looker.answer(1, 2, noted))
+    found = looker.looking.fetch(1)
+    assert looker.words(1) == [side.Gather(2, 0)]
+    assert (len(found.events), found.dropped) == (1, 0)
+
+
 def test_a_clock_that_both_have_is_not_measured(looker: Looker, clock: VirtualClock) -> None:
     looker.looking.watch([1], ["graph"], 5)
     for name, shares in (("", False), (clock_name(), True), ("another", False)):
