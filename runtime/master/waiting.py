@@ -22,6 +22,8 @@ from .requests import Request, Requests, Waker
 
 #: Seconds between two checks of a node that neither dies nor answers, while a thread waits for it.
 TICK = 0.5
+#: Seconds from which on a wait is in the flight record. A loop of ``.item()`` would have one for each message.
+RECORDED = 1e-3
 
 
 class Waiting:
@@ -104,12 +106,14 @@ class Waiting:
             self._requests.withdraw(request)
             self.under_way.pop(request, None)  # of two threads that wait for one request the first takes it out
             now = self._clock.now()
-            if now - began >= TICK:
-                self.on_long_wait()
+            waited = now - began
+            if waited >= RECORDED:
+                trail = self._nodes[request.node].outbox.trail
+                trail.write(trail.slot(), began, request.id, 0, waited, 0, WAITED)
+                if waited >= TICK:
+                    self.on_long_wait()
             if turns and not request.counted:
-                self.on_waited(now - began)
-            trail = self._nodes[request.node].outbox.trail
-            trail.write(trail.slot(), began, request.id, 0, now - began, 0, WAITED)
+                self.on_waited(waited)
             if self._waited.listeners:
                 self._waited.notify(WaitEnded(now, began, request.node, request.id))
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`

@@ -32,6 +32,7 @@ from disttensor.runtime.master.replies import Replies
 from disttensor.runtime.master.requests import Requests
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
+from disttensor.runtime.process.flight import WAITED
 from disttensor.runtime.process.own_time import Unheard
 from disttensor.runtime.process.page import FUNCTION, NOBODY
 from disttensor.runtime.protocol import commands as c
@@ -146,6 +147,8 @@ def test_a_long_wait_is_told_of_at_its_end_though_messages_come_all_the_time(
     for each in (request, others[0]):
         waiting.wait(each)
     assert ends == [began + 2.5]
+    trails = [[it for it, _ in node.outbox.trail.records() if it.kind == WAITED] for node in state.nodes[:2]]
+    assert [[(it.number, it.seconds) for it in trail] for trail in trails] == [[(request.id, 2.5)], []]  # none of 0 s
 
 
 def test_a_function_that_heeds_no_cancel_is_named_after_five_seconds(
