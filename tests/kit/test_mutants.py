@@ -161,7 +161,17 @@ def test_what_is_named_has_to_be_green(tree: Path, test: str, why: str) -> None:
     code, said = mutants(tree)
     assert code == 1
     assert why in said
-    assert "killed" not in said
+    assert "killed  guard" not in said
+
+
+def test_a_named_test_that_is_red_keeps_no_other_mutant_from_a_verdict(tree: Path) -> None:
+    put(tree, "guard", "n % 2", "False", "test_odd", "test_false")
+    put(tree, "good", "n // 2", "n", "test_half")
+    code, said = mutants(tree)
+    assert code == 1
+    assert "NO PROOF  guard  red without it: tests/test_half.py::test_false" in said
+    assert "killed  good" in said
+    assert "1 killed, 0 survived, 1 errors" in said
 
 
 def test_mutants_have_a_form(tree: Path) -> None:

@@ -168,23 +168,27 @@ def _red(test: str, variants: Sequence[ElementTree.Element]) -> bool:
     return False
 
 
-def check_green(copy: Copy, mutants: Sequence[Mutant]) -> bool:
-    """Whether all that mutants name is green without any of them."""
+def red_without(copies: Sequence[Copy], mutants: Sequence[Mutant], pool: ThreadPoolExecutor) -> set[str] | None:
+    """The tests that mutants name and that are red without any of them; None where that can't be found out."""
     began = time.monotonic()
     tests = sorted({test for mutant in mutants for test in mutant.red})
+    files = sorted({test.partition("::")[0] for test in tests})
+    shares = [
+        [test for test in tests if files.index(test.partition("::")[0]) % len(copies) == n] for n in range(len(copies))
+    ]
+    engines = any(mutant.needs for mutant in mutants)
     try:
-        copy.check_imports()
-        found = copy.run(tests, LIMIT_OF_ALL, any(mutant.needs for mutant in mutants))
-        red = [test for test, is_red in found.items() if is_red]
+        copies[0].check_imports()
+        runs = pool.map(lambda copy, share: copy.run(share, LIMIT_OF_ALL, engines) if share else {}, copies, shares)
+        red = [test for found in runs for test, is_red in found.items() if is_red]
     except NoProofError as error:
         print(f"without any mutant: {error}")
-        return False
+        return None
     for test in red:
         print(f"RED WITHOUT ANY MUTANT  {test}")
-    print(
-        f"without any mutant: {len(tests) - len(red)} of {len(tests)} tests are green, {time.monotonic() - began:.0f} s"
-    )
-    return not red
+    seconds = time.monotonic() - began
+    print(f"without any mutant: {len(tests) - len(red)} of {len(tests)} tests are green, {seconds:.0f} s", flush=True)
+    return set(red)
 
 
 def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
@@ -223,10 +227,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     began, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         idle = deque(Copy(root, Path(folder, str(job))) for job in range(options.jobs))
-        if mutants and not check_green(idle[0], mutants):
+        red = red_without([*idle], mutants, pool) if mutants else set()
+        if red is None:
             return 1
 
         def judged(mutant: Mutant) -> tuple[str, str]:
+            if spoilt := red.intersection(mutant.red):
+                return "NO PROOF", f"red without it: {', '.join(sorted(spoilt))}"
             copy = idle.popleft()
             try:
                 return judge(copy, mutant)
