@@ -92,10 +92,18 @@ def tree(tmp_path: Path) -> Path:
 
 
 def put(
-    tree: Path, name: str, old: str, new: str, *red: str, symbol: str = "::half", file: str = FILE, needs: str = ""
+    tree: Path,
+    name: str,
+    old: str,
+    new: str,
+    *red: str,
+    symbol: str = "::half",
+    file: str = FILE,
+    needs: str = "",
+    tests: str = "tests/test_half.py",
 ) -> None:
     """A mutant that puts ``new`` in the place of ``old``."""
-    said = ["What: it is broken", *(f"Red: tests/test_half.py::{test}" for test in red)]
+    said = ["What: it is broken", *(f"Red: {tests}::{test}" for test in red)]
     said += [f"Needs: {needs}"] if needs else []
     said += ["", f"In: {file}{symbol}", f"-{old}", f"+{new}", ""]
     (tree / "tests" / "mutants" / f"{name}.txt").write_text("\n".join(said))
@@ -162,6 +170,16 @@ def test_what_is_named_has_to_be_green(tree: Path, test: str, why: str) -> None:
     assert code == 1
     assert why in said
     assert "killed  guard" not in said
+
+
+def test_tests_are_run_in_the_order_of_their_file(tree: Path) -> None:
+    (tree / "tests" / "test_order.py").write_text(
+        "import disttensor\nran = []\n\ndef test_z():\n    assert disttensor.half(4) == 2 and not ran\n\n"
+        "class TestA:\n    def test_it(self):\n        ran.append(disttensor.half(2))\n        assert ran == [1]\n"
+    )
+    put(tree, "good", "n // 2", "n", "TestA::test_it", "test_z", tests="tests/test_order.py")
+    code, said = mutants(tree)
+    assert (code, "killed  good" in said) == (0, True), said
 
 
 def test_a_named_test_that_is_red_keeps_no_other_mutant_from_a_verdict(tree: Path) -> None:

@@ -19,6 +19,7 @@ where pytest-timeout made it a failure. tests/mutants/README.md says how to add 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import os
 import re
@@ -97,8 +98,10 @@ class Copy:
     def run(self, tests: Sequence[str], limit: float, all_marks: bool = False) -> dict[str, bool]:
         """Runs tests (slow ones and engines' too with ``all_marks``): whether each was red, by its id.
 
-        Raises NoProofError.
+        In the order of their files: what is to be without a session stands above what has the file's. Raises
+        NoProofError.
         """
+        tests = sorted(tests, key=self._place)
         self._report.unlink(missing_ok=True)
         hang = HANG_OF_ENGINES if all_marks else HANG
         options = ["-q", "-o", "junit_family=xunit1", "--tb=short", f"--timeout={hang}"]
@@ -131,6 +134,18 @@ class Copy:
                 raise NoProofError(f"{test} is not run\n{self._tail()}")
             found[test] = _red(test, variants)
         return found
+
+    def _place(self, test: str) -> tuple[str, int, str]:
+        """Where a test stands: its file and line."""
+        name, *inside = test.partition("[")[0].split("::")
+        body: Sequence[ast.stmt] = (
+            ast.parse((self.path / name).read_bytes()).body if (self.path / name).exists() else ()
+        )
+        line = 0
+        for part in inside:
+            found = [each for each in body if getattr(each, "name", "") == part]
+            line, body = (found[-1].lineno, getattr(found[-1], "body", ())) if found else (0, ())
+        return name, line, test
 
     def _tail(self) -> str:
         return "\n".join(f"    {line}" for line in self._log.read_text(errors="replace").splitlines()[-40:])
