@@ -271,6 +271,12 @@ def test_write_to_an_expanded_view_is_refused_as_locally(home: Home) -> None:
                 dt.synchronize()
 
 
+def test_write_to_an_expanded_view_is_refused_where_it_is_recorded(nodes: object) -> None:
+    """A node would refuse it too, at each replay."""
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"), dt.graph(dt.Graph()):
+        torch.ones(3, device="node:1").expand(2, 3).add_(1)
+
+
 def test_a_long_chain_of_views_that_nothing_used(home: Home) -> None:
     local = x = torch.arange(3000.0)
     remote = y = home.send(x)
