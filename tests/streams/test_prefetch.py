@@ -114,7 +114,8 @@ def test_as_the_loader_itself() -> None:
     assert len(list(batches)) == len(list(batches)) == 1
 
 
-def test_breaking_off_closes_a_generator_that_somebody_else_holds() -> None:
+@pytest.mark.parametrize("device", ["node:1", "cpu"])
+def test_breaking_off_closes_a_generator_that_somebody_else_holds(device: str) -> None:
     closed = []
 
     def batches() -> Iterator[torch.Tensor]:
@@ -125,7 +126,7 @@ def test_breaking_off_closes_a_generator_that_somebody_else_holds() -> None:
             closed.append(True)
 
     loader = batches()
-    for _ in dt.data.prefetch(loader, "node:1"):
+    for _ in dt.data.prefetch(loader, device):
         break
     assert closed == [True]
 

@@ -200,6 +200,7 @@ def test_what_is_issued_while_a_node_is_lost_is_thrown_away(script: Script, when
     box.add(c.Free(ref, ()))  # a thread that has not looked at the limit yet
     with pytest.raises(NodeLost):
         script.link.requests.new(1)
+    box.add(c.Free(ref, ()))  # another one
     if when == "lost":
         script.begin()
     script.link.resume(1, NEW_REF)
