@@ -172,7 +172,7 @@ class _Saving(Work[None]):
         self._error: BaseException | None = None
         self._asked = False
         self._thread = threading.Thread(target=self._run, name="disttensor-checkpoint", daemon=True)
-        self._thread.start()  # before anybody has the Work: a save of another thread may join it at once
+        self._thread.start()  # before anybody has the Work: a save of another thread may wait for it at once
         job.goes_on, saves.last = True, self
 
     def _run(self) -> None:
