@@ -206,20 +206,21 @@ def _trace(options: argparse.Namespace) -> int:
         raise NotDone(f"{part} can't be written: {e.strerror}") from None
     try:
         with open(file, "wb") as sink:
-            data = _record(job, options.seconds)
+            data = _record(job, options.seconds, path.endswith(".html"))
             sink.write(data if path.endswith(".gz") else gzip.decompress(data))
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
         raise
-    print(f"{path}: {options.seconds:g} s of job {job.pid}; https://ui.perfetto.dev opens it")
+    opens = "any browser" if path.endswith(".html") else "https://ui.perfetto.dev"
+    print(f"{path}: {options.seconds:g} s of job {job.pid}; {opens} opens it")
     return 0
 
 
-def _record(job: FoundJob, seconds: float) -> bytes:
-    """Has a job record its timeline, for so long or until Ctrl-C, and returns that, compressed."""
-    number = answer(job, JobRequest("trace", seconds=seconds), TraceBegun).number
+def _record(job: FoundJob, seconds: float, page: bool) -> bytes:
+    """Has a job record its timeline, for so long or until Ctrl-C, and returns that, or a page about it, compressed."""
+    number = answer(job, JobRequest("trace", seconds=seconds, page=page), TraceBegun).number
     with contextlib.suppress(KeyboardInterrupt):
         time.sleep(seconds)
     deadline = time.monotonic() + TRACE
@@ -286,7 +287,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
     "top": ("show that, redrawn twice a second", _top),
     "stack": ("print the stacks of the threads of the script and of nodes, those that work first", _stack),
     "logs": ("print the last 1,000 lines of each node", _logs),
-    "trace": ("record a timeline of a job that runs, which Perfetto opens", _trace),
+    "trace": ("record a timeline of a job that runs, which Perfetto opens, or a page about it", _trace),
     "kill": ("end a job, or nodes of it", _kill),
 }
 
@@ -308,7 +309,7 @@ def _parser() -> Parser:
         "--native", action="store_true", help="with the frames of C code, by py-spy, where that is installed"
     )
     commands.choices["trace"].add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="the file; compressed if its name ends in .gz"
+        "-o", "--output", required=True, metavar="FILE", help="the file: .gz is compressed, .html a page for people"
     )
     commands.choices["trace"].add_argument(
         "--seconds",

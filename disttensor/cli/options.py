@@ -230,7 +230,8 @@ def parser() -> Parser:
     )  # fmt: skip
     both(
         output, "--trace", metavar="FILE",
-        help="record a timeline of the whole session, which Perfetto opens; compressed if the name ends in .gz",
+        help="record a timeline of the whole session, which Perfetto opens; compressed if the name ends in .gz, a page "
+        "for people if in .html",
     )  # fmt: skip
     both(output, "-r", "--redirects", metavar="WHICH", default="", help="this goes to files and not here")
     return it

@@ -1,7 +1,7 @@
 """The state of a job while it runs: what the script and each node are at. docs/SEEING.md.
 
 ``dt.seeing.status()`` prints as tables, and answers whatever the nodes are at. ``dt.seeing.profile()`` records a
-timeline. ``dt.seeing.whence(x)`` says where a tensor comes from.
+timeline, ``dt.seeing.report()`` a page about a run. ``dt.seeing.whence(x)`` says where a tensor comes from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from .breakpoints import breakpoint as breakpoint  # not in __all__: Python has one, too
 from .finite import check_finite
 from .origin import Origin, OriginCommand
-from .profile import Profile, profile
+from .profile import Profile, profile, report
 from .reading import status
 from .regions import Region, region
 from .status import (
@@ -52,6 +52,7 @@ __all__ = [
     "check_finite",
     "profile",
     "region",
+    "report",
     "status",
     "whence",
 ]

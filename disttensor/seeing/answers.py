@@ -68,7 +68,7 @@ class JobAnswers:
             case "kill":
                 return self._kill(request)
             case "trace":
-                return self._begin_trace(request.seconds)
+                return self._begin_trace(request.seconds, request.page)
             case "traced":
                 return self._end_trace(request.after)
             case unknown:
@@ -132,10 +132,10 @@ class JobAnswers:
             self._session.link.losses.kill(rank, "killed by `dtrun kill`")
         return Killed(request.nodes)
 
-    def _begin_trace(self, seconds: float) -> JobAnswer:
+    def _begin_trace(self, seconds: float, page: bool) -> JobAnswer:
         if not 0 < seconds <= LONGEST:
             return Refusal(f"a timeline takes up to {LONGEST:g} s, not {seconds:g}")
-        trace = AskedTrace(seconds)
+        trace = AskedTrace(seconds, page)
         trace.begin()
         self._trace, self._traces = trace, self._traces + 1
         return TraceBegun(self._traces)

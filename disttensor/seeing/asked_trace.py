@@ -1,7 +1,8 @@
-"""A timeline that another process of the user's asks for, while the job runs (`dtrun trace`)."""
+"""A timeline, or a page, that another process of the user's asks for while the job runs (`dtrun trace`)."""
 
 from __future__ import annotations
 
+import gzip
 import threading
 
 from ..runtime.host.job_sockets import MOST_ANSWER
@@ -19,8 +20,9 @@ MOST_DATA = MOST_ANSWER // 4 * 3 - 1024
 class AskedTrace:
     """A timeline, recorded until somebody asks for it, or its time is over. The asking process writes it."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, page: bool = False) -> None:
+        """``page``: it is a page, as ``dt.seeing.report`` writes it."""
+        self._seconds, self._page = seconds, page
         self._profile = Profile()
         self._is_asked = threading.Event()
         self.data = b""  #: the timeline, compressed, once it is there
@@ -39,7 +41,8 @@ class AskedTrace:
         self._is_asked.wait(self._seconds + GRACE)
         try:
             self._profile.end_recording(wait=False)
-            data = encode(self._profile.to_dict(), ".gz")
+            made = self._profile
+            data = gzip.compress(made.to_page(), 6) if self._page else encode(made.to_dict(), ".gz")
             if len(data) > MOST_DATA:
                 self.failed = f"its timeline has {len(data):,} bytes, and {MOST_DATA:,} can be told: take fewer seconds"
             else:

@@ -1,8 +1,10 @@
-"""``dt.seeing.profile("t.json.gz")``: a timeline of what the script and the nodes do in a ``with`` block."""
+"""``dt.seeing.profile("t.json.gz")``: a timeline of what the script and the nodes do in a ``with`` block, and
+``dt.seeing.report("run.html")``: a page about it."""
 
 from __future__ import annotations
 
 import os
+import sys
 from types import TracebackType
 
 from ..dispatch.call_site import here
@@ -14,19 +16,29 @@ from ..session.session import Session
 from .chrome_trace import ChromeTrace, encode, write
 from .recording import ProfileRecord, Recording
 from .regions import RegionEnded
+from .report_page import page_of
+from .run_report import RunReport, RunSeen
+from .run_watch import RunWatch
 from .shares import table
 from .watch_place import WatchPlace
+
+#: How the name of a page ends.
+PAGE = ".html"
 
 
 class Profile:
     """A profile. It records inside of its ``with`` block, at whose end it waits for what was issued there, and writes
     its file."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, is_page: bool = False) -> None:
+        """``is_page``: the file is a page, as that of every name which ends in ".html"."""
         self._path = "" if path is None else os.fspath(path)
+        self._is_page = is_page or self._path.endswith(PAGE)
         self._session: Session | None = None
         self._recording: Recording | None = None
         self._record: ProfileRecord | None = None
+        self._watch: RunWatch | None = None
+        self._seen = RunSeen()
         self._steps, self._stepped = 0, 0.0
 
     def __repr__(self) -> str:
@@ -49,17 +61,19 @@ class Profile:
         the script; OSError for a file that can't be written.
         """
         session = current.session()
-        place, recording = session.part(WatchPlace), Recording(session.link)
+        place, recording, watch = session.part(WatchPlace), Recording(session.link), RunWatch(session)
         place.enter(begun)
         try:
             if self._path:
                 write(b"", self._path, begins=True)  # raises now what it would raise when all is recorded
             recording.begin()
+            watch.begin()
         except BaseException:
+            watch.stop()
             recording.end()
             place.leave()
             raise
-        self._session, self._recording, self._record = session, recording, None
+        self._session, self._recording, self._record, self._watch = session, recording, None, watch
         self._steps, self._stepped = 0, session.link.clock.now()
 
     def step(self) -> None:
@@ -75,12 +89,14 @@ class Profile:
 
         What can't be had of a node, as it is lost, is missing, and the file says so.
         """
-        session, recording = self._session, self._recording
-        if session is None or recording is None or session.link.is_forked:
+        session, recording, watch = self._session, self._recording, self._watch
+        if session is None or recording is None or watch is None or session.link.is_forked:
             return
+        is_done = False
         try:
             if wait and not session.link.closed:
                 session.questions.sync_all()
+                is_done = True
         finally:  # Ctrl-C ends that wait, and what is recorded is written all the same
             try:
                 recording.stop()
@@ -89,8 +105,22 @@ class Profile:
                 recording.end()
                 self._record, self._recording = recording.record(), None
                 session.part(WatchPlace).leave()
-                if self._path:
-                    write(encode(self.to_dict(), self._path), self._path)
+                try:
+                    self._seen = watch.seen(is_done)
+                finally:
+                    if self._path:
+                        write(self.to_page() if self._is_page else encode(self.to_dict(), self._path), self._path)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page about what was recorded, as ``dt.seeing.report`` does. Raises DisttensorError before the end,
+        OSError for a file that can't be written."""
+        write(self.to_page(), os.fspath(path))
+
+    def to_page(self) -> bytes:
+        """Returns what such a page has. Raises DisttensorError before the end."""
+        _, record = self._recorded()
+        title = os.path.basename(sys.argv[0]) or "python"
+        return page_of(RunReport(record, self._seen).to_dict(title, VERSION))
 
     def table(self) -> str:
         """Returns tables: for how long each node was busy, waited for the script, waited for nodes, or was idle while
@@ -119,9 +149,24 @@ def profile(path: str | os.PathLike[str] | None = None) -> Profile:
     100,000 events. At its end the block waits until the nodes have done what was issued, unless it ends by an error.
 
     Args:
-        path: the file; compressed if the name ends in ``.gz``. None: no file.
+        path: the file; compressed if the name ends in ``.gz``, and a page as that of ``dt.seeing.report`` if it ends in
+            ``.html``. None: no file.
 
     Raises, when the block begins, DisttensorError where a profile is recorded already, or nodes are threads of the
     script; OSError for a file that can't be written.
     """
     return Profile(path)
+
+
+def report(path: str | os.PathLike[str]) -> Profile:
+    """Records a ``with`` block as ``dt.seeing.profile`` does, and writes a page about it: what each node did over time,
+    who sent whom how much, which lines cost most, what memory was held. Any browser opens it, without a network.
+
+    The page stays small however long the block was. ``prof.report(path)`` writes one of any recorded profile.
+
+    Args:
+        path: the file, of HTML.
+
+    Raises what ``dt.seeing.profile`` does.
+    """
+    return Profile(path, is_page=True)

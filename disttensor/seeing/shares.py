@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..runtime.master.failures import Site, expression
@@ -34,6 +34,15 @@ class NodeShares(NamedTuple):
     nodes: float  #: waiting for nodes
     idle: float
     missing: str  #: why nothing is known of it; "" where something is
+
+
+class NodeSpans(NamedTuple):
+    """When a node was at each of these, in a profile."""
+
+    busy: Spans
+    script: Spans  #: waiting for the script
+    nodes: Spans  #: waiting for nodes
+    idle: Spans
 
 
 class LineTime(NamedTuple):
@@ -63,9 +72,7 @@ def both(one: Spans, other: Spans) -> Spans:
     for began, ended in one:
         while at < len(other) and other[at][1] <= began:
             at += 1
-        for first, last in other[at:]:
-            if first >= ended:
-                break
+        for first, last in _until(other, at, ended):
             found.append((max(began, first), min(ended, last)))
     return found
 
@@ -73,14 +80,24 @@ def both(one: Spans, other: Spans) -> Spans:
 def only(one: Spans, other: Spans) -> Spans:
     """Returns when the first is, and the other is not."""
     found: Spans = []
+    at = 0
     for began, ended in one:
-        for first, last in both([(began, ended)], other):
+        while at < len(other) and other[at][1] <= began:
+            at += 1
+        for first, last in _until(other, at, ended):
             if first > began:
                 found.append((began, first))
             began = last
         if ended > began:
             found.append((began, ended))
     return found
+
+
+def _until(spans: Spans, at: int, ended: float) -> Iterator[tuple[float, float]]:
+    """Yields the spans from place ``at`` on that have begun by then. (A slice would copy all the others, each time.)"""
+    while at < len(spans) and spans[at][0] < ended:
+        yield spans[at]
+        at += 1
 
 
 def seconds(spans: Spans) -> float:
@@ -90,15 +107,26 @@ def seconds(spans: Spans) -> float:
 
 def shares_of(record: ProfileRecord) -> list[NodeShares]:
     """Returns what each node was at."""
-    waits = joined((wait.began, wait.at) for wait in record.waits)
-    return [_shares(record, node, waits) for _, node in sorted(record.nodes.items())]
+    waits = script_waits(record)
+    return [_shares(node, spans_of(record, node, waits)) for _, node in sorted(record.nodes.items())]
 
 
-def _shares(record: ProfileRecord, node: NodeRecord, waits: Spans) -> NodeShares:
+def script_waits(record: ProfileRecord) -> Spans:
+    """Returns when the script waited for some node."""
+    return joined((wait.began, wait.at) for wait in record.waits)
+
+
+def _shares(node: NodeRecord, spans: NodeSpans) -> NodeShares:
+    busy, script, nodes, idle = map(seconds, spans)
+    return NodeShares(node.rank, node.host, busy, script, nodes, idle, node.missing)
+
+
+def spans_of(record: ProfileRecord, node: NodeRecord, waits: Spans) -> NodeSpans:
+    """Returns when a node was at what; nothing where it has not said so. ``waits``: when the script waited."""
+    if node.missing:
+        return NodeSpans([], [], [], [])
     lost = [loss.at for loss in record.losses if loss.node == node.rank]
     whole = [(record.began, min([record.ended, *lost]))]
-    if node.missing:
-        return NodeShares(node.rank, node.host, 0.0, 0.0, 0.0, 0.0, node.missing)
     commands, receives = [], []
     for event in node.events:
         span = event.began - node.ahead, event.at - node.ahead
@@ -112,9 +140,7 @@ def _shares(record: ProfileRecord, node: NodeRecord, waits: Spans) -> NodeShares
     busy = only(both(in_commands, whole), nodes)
     rest = only(only(whole, nodes), busy)
     idle = both(rest, waits)
-    return NodeShares(
-        node.rank, node.host, seconds(busy), seconds(only(rest, idle)), seconds(nodes), seconds(idle), ""
-    )  # fmt: skip
+    return NodeSpans(busy, only(rest, idle), nodes, idle)
 
 
 def _held_spans(commands: Sequence[tuple[float, float]], receives: Sequence[tuple[float, float]]) -> Spans:
@@ -129,8 +155,8 @@ def _held_until(ends: Sequence[float], began: float, ended: float) -> float:
     return max(began, ends[last]) if last >= 0 else began
 
 
-def lines_of(record: ProfileRecord) -> list[LineTime]:
-    """Returns the lines whose commands nodes have spent most time with, the costliest first."""
+def lines_of(record: ProfileRecord, most: int = MOST) -> list[LineTime]:
+    """Returns the lines whose commands nodes have spent most time with, ``most`` at most, the costliest first."""
     sites, names = dict[str, Site](), LineNames()
     counts, sums = defaultdict[str, int](int), defaultdict[str, float](float)
     for node in record.nodes.values():
@@ -141,7 +167,7 @@ def lines_of(record: ProfileRecord) -> list[LineTime]:
                 sites.setdefault(line, event.site)
                 counts[line] += 1
                 sums[line] += event.at - _held_until(ends, event.began, event.at)
-    costliest = sorted(sums, key=lambda line: -sums[line])[:MOST]
+    costliest = sorted(sums, key=lambda line: -sums[line])[:most]
     return [LineTime(line, expression(sites[line]), counts[line], sums[line]) for line in costliest]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from ..runtime.master.failures import Site, line_of
 from ..runtime.protocol import commands as c
@@ -35,8 +36,21 @@ def amounts_held(holdings: c.Holdings) -> str:
     )
 
 
-def by_line(holdings: c.Holdings, makers: Mapping[int, Site]) -> list[str]:
-    """Returns the largest of the tensors that a node holds, by the lines that made them: a text for each line.
+class LineHolds(NamedTuple):
+    """The tensors that a node holds and one line has made."""
+
+    line: str  #: such as "train.py:12 in step"
+    tensors: int
+    bytes: int
+    largest: str  #: such as "float32 (1024, 512)"
+
+    def __str__(self) -> str:
+        many = f"{self.tensors} tensors, the largest {self.largest}" if self.tensors > 1 else self.largest
+        return f"  {size(self.bytes):>11}  {self.line}: {many}"
+
+
+def by_line(holdings: c.Holdings, makers: Mapping[int, Site]) -> list[LineHolds]:
+    """Returns the largest of the tensors that a node holds, by the lines that made them: each prints as a text.
 
     The line of a large tensor is known that the script still has, and that of one which it has made lately
     (``makers``).
@@ -47,16 +61,19 @@ def by_line(holdings: c.Holdings, makers: Mapping[int, Site]) -> list[str]:
     for each in holdings.largest:
         site = known.get(each.ref)
         groups.setdefault("a line that is not known any more" if site is None else line_of(site), []).append(each)
-    largest = sorted(groups.items(), key=lambda group: -sum(each.bytes for each in group[1]))[:LINES]
-    found = []
-    for line, tensors in largest:
-        total, most = sum(each.bytes for each in tensors), max(tensors, key=lambda each: each.bytes)
-        many = f"{len(tensors)} tensors, the largest {most.what}" if len(tensors) > 1 else most.what
-        found.append(f"  {size(total):>11}  {line}: {many}")
-    return found
+    found = [
+        LineHolds(
+            line,
+            len(tensors),
+            sum(each.bytes for each in tensors),
+            max(tensors, key=lambda each: each.bytes).what,
+        )
+        for line, tensors in groups.items()
+    ]
+    return sorted(found, key=lambda each: -each.bytes)[:LINES]
 
 
 def memory_note(holdings: c.Holdings, rank: int, makers: Mapping[int, Site]) -> str:
     """Returns what to add to the error of a command that failed for want of memory."""
-    lines = "\n".join(["  its largest tensors, by the lines that made them:", *by_line(holdings, makers)])
+    lines = "\n".join(["  its largest tensors, by the lines that made them:", *map(str, by_line(holdings, makers))])
     return f"node {rank} held {amounts_held(holdings)}\n{lines if holdings.largest else ''}".rstrip()

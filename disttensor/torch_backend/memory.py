@@ -133,7 +133,7 @@ def _summary(place: NodePlace, abbreviated: bool) -> str:
     if told.holdings.largest:
         node = place.session.nodes[place.node]
         makers = node.makers({each.ref for each in told.holdings.largest})
-        lines += ["  the largest, by the lines that made them", *by_line(told.holdings, makers)]
+        lines += ["  the largest, by the lines that made them", *map(str, by_line(told.holdings, makers))]
     return "\n".join(lines)
 
 

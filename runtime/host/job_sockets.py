@@ -38,6 +38,7 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: int = 0  #: the number of the last line of output that is known; the number of a timeline
     record: bool = False  #: with stacks: the whole flight record as well
     seconds: float = 0.0  #: how long a timeline is recorded
+    page: bool = False  #: a page is written of what is recorded, and no timeline
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -60,7 +60,7 @@ class RollCall:
             if not (unseen and self._losses.ask_launcher(left)):
                 clock.poll(poller, left)
                 self._losses.ask_launcher()
-            self._take_descriptions(nodes)
+            self.take(nodes)
 
     def _is_unseen(self, node: Node, asked: float) -> bool:
         return node.life is Life.THERE and self._losses.sees and node.connection.seen_at < asked
@@ -83,7 +83,8 @@ class RollCall:
                 self._side.send_untold(nodes)
 
     @uninterrupted
-    def _take_descriptions(self, nodes: Collection[Node]) -> None:
+    def take(self, nodes: Collection[Node]) -> None:
+        """Takes what nodes have said by now."""
         with self._state.lock:
             if not self._state.closed and not self._state.is_forked:
                 self._side.send_untold(nodes)

@@ -30,6 +30,7 @@ MODULES = {
     *(f"disttensor/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "runtime").rglob("*.py")),
     "dtrun.py",
     "disttensor/py.typed",
+    "disttensor/seeing/report.html",
 }
 
 

@@ -20,6 +20,7 @@ from began import Began, tell
 from checkout import ROOT
 from job_folders import job_folder
 from limits import HANG
+from report_pages import read_page
 from trace_schema import read, slices
 
 import disttensor as dt
@@ -345,6 +346,10 @@ def test_a_timeline_of_a_job_that_runs(capsys: Captured, tmp_path: Path, monkeyp
     assert slices(read(path), name="aten::mm", pid=2)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in tmp_path.iterdir()] == ["t.json.gz"]
+    page = tmp_path / "t.html"
+    assert "any browser opens it" in dtrun(capsys, "trace", "-o", str(page), "--seconds", "1")
+    assert [node["rank"] for node in read_page(page.read_bytes()).values["nodes"]][:2] == [0, 1]
+    assert page.stat().st_mode & 0o777 == 0o600
     assert "takes up to 3600 s, not 0" in dtrun(capsys, "trace", "-o", str(path), "--seconds", "0", code=2)
     monkeypatch.setattr(asked_trace, "MOST_DATA", 10)
     assert "bytes, and 10 can be told: take fewer" in dtrun(capsys, "trace", "-o", str(path), "--seconds", "1", code=2)
