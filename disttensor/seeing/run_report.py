@@ -1,4 +1,4 @@
-"""What a report says of a record, as plain values: the JSON in the page that report_page.py makes.
+"""The values of a report about a record: the JSON in the page that report_page.py makes.
 
 However many commands there were, it has a bounded number of values: shares of equal pieces of time for each node, the
 longest commands and transfers by themselves, and sums by line and by pair of processes. All times are seconds since the
@@ -21,9 +21,9 @@ from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.traits import without_stream
 from ..session.holdings import LineHolds
-from .buckets import Buckets, in_bytes, in_words
 from .recording import LineNames, NodeRecord, ProfileRecord
 from .shares import Spans, joined, lines_of, only, script_waits, seconds, spans_of
+from .time_buckets import TimeBuckets, in_bytes, in_words
 
 #: The most buckets of a row, those of all rows together, and the least of a row.
 BUCKETS, ALL_BUCKETS, FEWEST = 2000, 160_000, 50
@@ -51,7 +51,7 @@ class MemorySample(NamedTuple):
 
 @dataclass
 class RunSeen:
-    """What was seen of a run beside its events."""
+    """All that was seen of a run beside its events."""
 
     memory: dict[int, list[MemorySample]] = field(default_factory=dict)  #: by rank
     holds: dict[int, list[LineHolds]] = field(default_factory=dict)  #: by rank, at the end
@@ -89,7 +89,7 @@ class RunReport:
         self._issuers = transfer_sites(record)
         self._names: dict[tuple[str, str], int] = {}
         rows = len(record.nodes) + 1
-        self._buckets = Buckets(record.began, record.ended, max(FEWEST, min(BUCKETS, ALL_BUCKETS // rows)))
+        self._buckets = TimeBuckets(record.began, record.ended, max(FEWEST, min(BUCKETS, ALL_BUCKETS // rows)))
         self._row_slices = max(2, min(ROW_SLICES, SLICES // rows))
 
     def to_dict(self, title: str, version: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a report says beside the events of a run: memory over time, the lines that hold it, slow nodes, output.
+"""Watches a run for a report, beside its events: memory over time, the lines that hold it, slow nodes, output.
 
     the thread that flushes --> RunWatch.look --> nodes are asked how they are, and what the last ones said is kept
 
@@ -59,7 +59,7 @@ class RunWatch:
         with self._lock:
             self._looked = now
             if self._open:
-                link.roll_call.take(self._session.nodes)
+                link.roll_call.take_answers(self._session.nodes)
                 self._keep()
             if now - self._asked >= self._every:
                 self._asked, self._open = now, {*self._memory}

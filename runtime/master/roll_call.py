@@ -60,7 +60,7 @@ class RollCall:
             if not (unseen and self._losses.ask_launcher(left)):
                 clock.poll(poller, left)
                 self._losses.ask_launcher()
-            self.take(nodes)
+            self.take_answers(nodes)
 
     def _is_unseen(self, node: Node, asked: float) -> bool:
         return node.life is Life.THERE and self._losses.sees and node.connection.seen_at < asked
@@ -83,7 +83,7 @@ class RollCall:
                 self._side.send_untold(nodes)
 
     @uninterrupted
-    def take(self, nodes: Collection[Node]) -> None:
+    def take_answers(self, nodes: Collection[Node]) -> None:
         """Takes what nodes have said by now."""
         with self._state.lock:
             if not self._state.closed and not self._state.is_forked:

@@ -18,11 +18,11 @@ from disttensor.runtime.process.observing import TransferDone
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.seeing import run_report
-from disttensor.seeing.buckets import Buckets
 from disttensor.seeing.recording import Named, NodeRecord, ProfileRecord, SentMessage, Waited
 from disttensor.seeing.report_page import page_of
 from disttensor.seeing.run_report import MemorySample, PairTotals, RunReport, RunSeen, pairs_of, thinned
 from disttensor.seeing.shares import Spans, both, joined, lines_of, only, seconds, shares_of, table
+from disttensor.seeing.time_buckets import TimeBuckets
 from disttensor.session.holdings import LineHolds
 
 #: What a text may have in it to become a part of the page, or of its script.
@@ -83,13 +83,13 @@ def test_a_loss_in_the_middle() -> None:
 def test_waits_by_line() -> None:
     record, one, other = record_of(n0=[], n1=[]), site(3), site(7)
     record.waits = [
-        Waited(2.0, 1.0, 0, 1, one, 1), Waited(5.0, 3.0, 1, 2, one, 1), Waited(9.0, 8.5, 0, 3, other, 1),
+        Waited(2.0, 1.0, 0, 1, one, 1), Waited(5.0, 3.0, 1, 2, one, 1), Waited(9.25, 5.25, 0, 3, other, 1),
         Waited(9.5, 9.25, 0, 4, None, 1),
     ]  # fmt: skip
     found = page(record).values
     rows = [(line, count, sums, longest, node) for line, _, count, sums, longest, node in found["waits"]]
-    assert rows == [("train.py:3", 2, 3.0, 2.0, 1), ("train.py:7", 1, 0.5, 0.5, 0), ("", 1, 0.25, 0.25, 0)]
-    assert found["script"]["shares"] == [6.25, 3.75]
+    assert rows == [("train.py:7", 1, 4.0, 4.0, 0), ("train.py:3", 2, 3.0, 2.0, 1), ("", 1, 0.25, 0.25, 0)]
+    assert found["script"]["shares"] == [2.75, 7.25]
     at = found["buckets"] * 4 // 10
     assert longest_in(found, found["script"])[at] == ("waits for node 1", "train.py:3")
     assert shares_in(found["script"], "nodes")[at] == 1
@@ -124,8 +124,9 @@ def test_transfers() -> None:
     ]
     record.nodes[0].ahead = 2.0
     assert pairs_of(record)[0].seconds == 3.0
-    (_, row, _) = page(record).values["nodes"]
-    assert [round(share, 2) for share in (shares_in(row, "moves")[at] for at in (0, 300, 999, 1001))] == [0, 1, 0, 1]
+    row, *_ = page(record).values["nodes"]
+    moving = shares_in(row, "moves")
+    assert [moving[at] for at in (0, 399, 400, 1999)] == [1, 1, 0, 0]  # up to 4 s by the node's clock
 
 
 def test_slices_are_what_happened() -> None:
@@ -168,7 +169,7 @@ def test_slices_are_what_happened() -> None:
 
 
 def test_memory() -> None:
-    samples = [MemorySample(float(n), n % 10, 100) for n in range(100)]
+    samples = [MemorySample(float(n), 7 * n % 10, 100) for n in range(100)]
     assert [it.held for it in thinned(samples, 10)] == [9] * 10
     assert thinned(samples, 100) == samples
     assert thinned([], 10) == []
@@ -177,7 +178,7 @@ def test_memory() -> None:
     one = LineHolds("train.py:5 in step", 2, 100, "float32 (5, 5)")
     seen = RunSeen({0: samples[:3]}, {0: [one], 1: [one, replace_line(one)]})
     found = page(record, seen).values
-    assert found["nodes"][0]["memory"] == [[-1, 0, 100], [0, 1, 100], [1, 2, 100]]
+    assert found["nodes"][0]["memory"] == [[-1, 0, 100], [0, 7, 100], [1, 4, 100]]
     assert found["nodes"][1]["memory"] == []
     assert found["holds"] == [
         ["train.py:5 in step", 4, 200, 2, "float32 (5, 5)"], ["train.py:6 in step", 2, 100, 1, "float32 (5, 5)"],
@@ -195,7 +196,7 @@ def test_buckets_are_what_slow_sums_say() -> None:
     chance = random.Random(5)
     for _ in range(inputs(100)):
         count = chance.randint(1, 12)
-        buckets = Buckets(10.0, 22.0, count)
+        buckets = TimeBuckets(10.0, 22.0, count)
         width = 12 / count
         bounds = [(10 + width * n, 10 + width * (n + 1)) for n in range(count)]
         spans = joined((at := chance.uniform(8, 24), at + chance.uniform(0, 4)) for _ in range(chance.randint(0, 8)))

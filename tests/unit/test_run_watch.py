@@ -20,7 +20,7 @@ class Nodes:
         self.nodes = [
             SimpleNamespace(rank=rank, connection=SimpleNamespace(described=None, seen=None)) for rank in (0, 1)
         ]
-        clock, calls = SimpleNamespace(now=lambda: self.now), SimpleNamespace(ask=self._ask, take=self._take)
+        clock, calls = SimpleNamespace(now=lambda: self.now), SimpleNamespace(ask=self._ask, take_answers=self._take)
         self.link = SimpleNamespace(clock=clock, roll_call=calls, idle=SimpleNamespace(looks=[print]))
 
     def part(self, kind: type[Any]) -> SlowNodes:
@@ -41,6 +41,9 @@ class Nodes:
 def test_nodes_are_asked_now_and_then() -> None:
     """What they say is of the moment at which they were asked; one that says nothing has nothing."""
     nodes = Nodes()
+    nodes.now = 99.0
+    nodes._take(nodes.nodes)  # somebody else has asked them
+    nodes.now = 100.0
     watch = RunWatch(nodes)  # type: ignore[arg-type]
     watch.begin()
     assert nodes.link.idle.looks == [print, watch.look]

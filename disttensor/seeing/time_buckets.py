@@ -15,7 +15,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Whole: TypeAlias = NDArray[np.int64]
 
 
-class Buckets:
+class TimeBuckets:
     """The buckets of a stretch of time."""
 
     def __init__(self, began: float, ended: float, count: int) -> None:
