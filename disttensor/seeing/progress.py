@@ -42,6 +42,7 @@ class _Held(NamedTuple):
     began: float
     node: int | None  #: the node that it waits for
     words: str  #: what it is at, where that is known; "" for a mere wait
+    shared: str  #: what it waits for that tasks share, such as "an item of Channel begun"; "" where it waits for none
     lasts: Callable[[], bool]  #: whether it goes on
 
 
@@ -71,6 +72,11 @@ class WaitsShown:
             _log.warning("what the script waits for is not shown any more", exc_info=True)
             self.end_wait()
 
+    def end_own_wait(self) -> None:
+        """Takes the line away where the main thread calls this, whose wait has ended."""
+        if threading.get_ident() == self._main.ident:
+            self.end_wait()
+
     def end_wait(self) -> None:
         """Takes the line away."""
         if self._line is not None:
@@ -96,22 +102,29 @@ class WaitsShown:
             self._line.show(self._text(held, row, seconds), held.lasts)
         if any(row.state == "at a breakpoint" for row in rows):
             return  # what stands still does so for its user
+        if held.shared and all(row.state in ("idle", "lost") for row in rows):
+            return  # no node has it: another thread of the script's may hear it from outside, whenever that is
         if still := self._stall.look(now, held.began, mark, used):
             queues, wait = queues_of(self._session), self._words_of_wait(held, seconds)
             warn_of_stall(still, wait, held.node, rows, queues, self._session.flight)
 
     def _what_holds(self) -> _Held | None:
         under_way = self._session.link.waiting.under_way
-        mine = [it for it in undertakings.mine.under_way() if it.thread == self._main.ident]
+        own = [it for it in undertakings.mine.under_way() if it.thread == self._main.ident]
+        mine, shared = [it for it in own if not it.is_wait], [it for it in own if it.is_wait]
         waits = [(began, it) for it, (thread, began) in list(under_way.items()) if thread == self._main.ident]
         began, request = min(waits, key=lambda wait: wait[0], default=(0.0, None))
         node = None if request is None else request.node
         if mine and mine[-1].holds:
             it = mine[-1]
-            return _Held(it.began, node, it.words(), lambda: it in undertakings.mine.under_way())
-        if request is None:
+            return _Held(it.began, node, it.words(), "", lambda: it in undertakings.mine.under_way())
+        words = mine[-1].words() if mine else ""
+        if request is not None:
+            return _Held(began, node, words, "", lambda: request in under_way)
+        if not shared:
             return None
-        return _Held(began, node, mine[-1].words() if mine else "", lambda: request in under_way)
+        wait = shared[0]
+        return _Held(wait.began, None, words, wait.words(), lambda: wait in undertakings.mine.under_way())
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
@@ -122,6 +135,8 @@ class WaitsShown:
         if held.words:
             return f"{held.words} ({seconds:.0f} s{at})"
         text = f"waiting {seconds:.0f} s{at}"
+        if held.shared:
+            text += f" for {held.shared}"
         if row is not None:
             text += f" for node {row.rank}: {self._words_of(row)}"
         return text
@@ -136,7 +151,8 @@ class WaitsShown:
     def _words_of_wait(self, held: _Held, seconds: float) -> str:
         site = site_of_thread(self._main.ident or 0)
         at = f" at {short_line(site)}: {expression(site)}" if site is not None else ""
-        what = held.words or (f"waits for node {held.node}" if held.node is not None else "waits")
+        waits_for = held.shared or (f"node {held.node}" if held.node is not None else "")
+        what = held.words or f"waits for {waits_for}".removesuffix(" for ")
         return f"{what}, {seconds:.0f} s{at}"
 
     # ---- progress ----------------------------------------------------------------------------------------------------
@@ -176,7 +192,7 @@ def show_waits(session: Session) -> None:
     shown.is_asked = lambda: prompter.is_asking
     prompter.serve_session(session, shown.end_wait)
     session.link.idle.looks += [shown.look, prompter.look]
-    session.link.waiting.on_long_wait = undertakings.mine.on_end = shown.end_wait
+    session.link.waiting.on_long_wait = undertakings.mine.on_end = shown.end_own_wait
     session.changes.callback(_end_showing, session)
 
 

@@ -118,8 +118,11 @@ def _script(session: Session) -> ScriptStatus:
 def _undertakings(session: Session) -> Iterator[UndertakingStatus]:
     now = session.link.clock.now()
     for it in undertakings.mine.under_way():
+        seconds = max(0.0, now - it.began)
+        if it.is_wait and seconds < OLD:
+            continue
         line = it.line or short_line(site_of_thread(it.thread) if it.holds else None)
-        yield UndertakingStatus(it.words(), max(0.0, now - it.began), line)
+        yield UndertakingStatus(f"waiting for {it.words()}" if it.is_wait else it.words(), seconds, line)
 
 
 def waits_of(session: Session) -> tuple[ScriptWait, ...]:

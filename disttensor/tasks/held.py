@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+from ..runtime.process import undertakings
+from ..runtime.protocol import shared_objects as s
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..runtime.shared import handles
 from ..runtime.shared.callers import Local
 from ..runtime.shared.handles import ServiceRoute
 from ..runtime.shared.objects import Objects
 from ..runtime.shared.service import Service
+from ..runtime.shared.waiting import what_for
 from ..session import current
 from ..session.places import NodePlace
 from ..session.session import Session
@@ -41,7 +46,8 @@ class SessionObjects:
             if not self._began:
                 self._began = True
                 self._session = session
-                self.caller = Local(self.objects, session.link.sender.flush_all, session.link.told_losses.add)
+                link = session.link
+                self.caller = Local(self.objects, link.sender.flush_all, link.told_losses.add, self._noting)
                 # nodes that are threads: what they wait for issues nothing
                 handles.here[session.job] = Local(self.objects, lambda: None)
                 session.changes.callback(self.close)
@@ -81,6 +87,15 @@ class SessionObjects:
     def names(self) -> dict[int, str]:
         """Returns the names of the objects that have one, by their numbers."""
         return {handle._number: name for (_, name), handle in list(self.named.items())}
+
+    def _noting(self, request: s.Asking) -> AbstractContextManager[object]:
+        """Returns what a wait of the script's is noted by, while it lasts."""
+        return undertakings.mine.during(partial(what_for, request, self._in_words), is_wait=True)
+
+    def _in_words(self, number: int) -> str:
+        word = self.objects.word(number) or "queue"
+        name = self.names().get(number)
+        return f"{word} {name}" if name else f"a {word}"
 
     def _send_names(self, place: NodePlace, site: Any) -> None:
         """Tells a node the names that it has not been told, before a function that may ask for one."""

@@ -1,6 +1,7 @@
 """Undertakings of this process that may take long, such as a start of nodes: a status shows them meanwhile.
 
-Each is noted while it lasts, and says by itself how far it has come, when somebody asks.
+Each is noted while it lasts, and says by itself how far it has come, when somebody asks. A wait for what tasks share is
+one, too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from .signals import uninterrupted
 class Undertaking:
     """Something that a thread is at, or that goes on beside it."""
 
-    __slots__ = ("_words", "began", "holds", "line", "thread")
+    __slots__ = ("_words", "began", "holds", "is_wait", "line", "thread")
 
-    def __init__(self, words: Callable[[], str], line: str, holds: bool, began: float) -> None:
+    def __init__(self, words: Callable[[], str], line: str, holds: bool, began: float, is_wait: bool = False) -> None:
         self._words = words
+        self.is_wait = is_wait  #: whether it is nothing but a wait
         self.line = line  #: the line that has begun it, such as "train.py:12"; "" where that isn't known
         self.holds = holds  #: whether its thread does nothing else until its end
         self.began = began
@@ -29,7 +31,7 @@ class Undertaking:
         return f"<Undertaking {self.words()!r}>"
 
     def words(self) -> str:
-        """Returns what it is, and how far it has come."""
+        """Returns what it is, and how far it has come; of a wait, what it is for."""
         return self._words()
 
 
@@ -49,10 +51,12 @@ class Undertakings:
         return self._under_way
 
     @contextmanager
-    def during(self, words: Callable[[], str], line: str = "", holds: bool = True) -> Iterator[Undertaking]:
+    def during(
+        self, words: Callable[[], str], line: str = "", holds: bool = True, is_wait: bool = False
+    ) -> Iterator[Undertaking]:
         """Notes an undertaking of this thread inside of a ``with`` block. ``words`` is called in any thread, and
         returns at once."""
-        it = Undertaking(words, line, holds, self._clock.now())
+        it = Undertaking(words, line, holds, self._clock.now(), is_wait)
         try:
             self._add(it)
             yield it

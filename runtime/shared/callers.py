@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from queue import SimpleQueue
 
@@ -42,12 +43,16 @@ def back(asked: s.Asking, taken: ObjectAnswer, call: int) -> s.Asking | None:
 
 class Local:
     """Asks in the script's process. ``begin`` is called before it waits: what was issued is to be on its way; ``told``
-    with the rank of a node of whose loss an answer tells."""
+    with the rank of a node of whose loss an answer tells; ``noting`` with what is waited for, and it waits therein."""
 
     def __init__(
-        self, objects: Objects, begin: Callable[[], None], told: Callable[[int], object] = lambda rank: None
+        self,
+        objects: Objects,
+        begin: Callable[[], None],
+        told: Callable[[int], object] = lambda rank: None,
+        noting: Callable[[s.Asking], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.objects, self._begin, self._told = objects, begin, told
+        self.objects, self._begin, self._told, self._noting = objects, begin, told, noting
         self._later: SimpleQueue[s.Asking | None] = SimpleQueue()
         self._telling: threading.Thread | None = None  #: asks what finalizers have to tell
         self._starting = threading.Lock()
@@ -61,7 +66,9 @@ class Local:
             self.objects.ask(SCRIPT, request, slot.fill)
             if slot.answer is None:
                 self._begin()
-                if slot.wait(timeout) is None:
+                with self._noting(request):
+                    come = slot.wait(timeout)
+                if come is None:
                     self.objects.withdraw(SCRIPT, request.call)
             answer: ObjectAnswer = slot.wait()  # type: ignore[assignment]
         except BaseException:

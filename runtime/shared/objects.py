@@ -146,6 +146,11 @@ class Objects:
         with self._lock:
             return [(number, x.word, x.figures()) for number, x in self._objects.items() if x.word]
 
+    def word(self, number: int) -> str:
+        """Returns the name of the class of an object's handle; "" for what is a part of another one, or gone."""
+        found = self._objects.get(number)
+        return "" if found is None else found.word
+
     @uninterrupted
     def share(self, number: int) -> None:
         """Notes that functions on nodes may have an object."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ..process.signals import LOOK
 from ..process.spelling import shown
+from ..protocol import shared_objects as s
 from ..protocol.shared_objects import Asking, ObjectAnswer
 
 
@@ -40,6 +42,24 @@ class AnswerSlot:
             if self.answer is None and deadline is not None and time.monotonic() >= deadline:
                 return None
         return self.answer
+
+
+def what_for(request: Asking, named: Callable[[int], str]) -> str:
+    """Returns what a request waits for, in words. ``named`` returns an object by its number, as "Channel begun"."""
+    names = [named(number) for number in getattr(request, "of", ())]
+    one = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    match request:
+        case s.Take() | s.Lease():
+            return f"an item of {one}"
+        case s.Put() | s.TaskDone():
+            return f"room in {one}"
+        case s.Arrive():
+            return f"the others at {one}"
+        case s.JoinQueue():
+            return f"all of {one} to be done"
+        case s.DictEntry():
+            return f"a key of {one}"
+    return one
 
 
 def check_timeout(timeout: float | None) -> None:

@@ -127,6 +127,29 @@ def test_what_takes_long_says_how_far_it_has_come(job: Job) -> None:
     assert job.pass_time(5) == []
 
 
+def test_a_wait_for_what_tasks_share_is_shown(job: Job) -> None:
+    with job.undertakings.during(lambda: "an item of Channel begun", is_wait=True):
+        assert job.pass_time(SHOWN - 0.1) == []
+        (text,) = job.pass_time(12)
+        assert re.fullmatch(rf"waiting 14 s at {HERE}:\d+ for an item of Channel begun", text)
+    assert job.rows() == []
+    assert job.pass_time(5) == []
+
+
+@pytest.mark.parametrize("ended_by", ["its own thread", "another thread"])
+def test_the_end_of_another_threads_wait_leaves_the_line(job: Job, ended_by: str) -> None:
+    job.wait()
+    shown = job.pass_time(5)
+    assert len(shown) == 1
+    if ended_by == "another thread":
+        another = threading.Thread(target=job.progress.end_own_wait)
+        another.start()
+        another.join()
+    else:
+        job.progress.end_own_wait()
+    assert job.rows() == (shown if ended_by == "another thread" else [])
+
+
 def test_a_map_is_shown_while_it_is_waited_for(job: Job) -> None:
     with job.undertakings.during(lambda: "map of step: 12 of 20 done", holds=False):
         assert job.pass_time(5) == []
@@ -175,6 +198,25 @@ def test_a_circle_is_named_once_and_whole(job: Job, caplog: pytest.LogCaptureFix
     assert {*job.asked} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("nodes", ["idle", "lost", "at work"])
+def test_a_wait_for_what_tasks_share_may_last_while_no_node_is_at_work(
+    job: Job, caplog: pytest.LogCaptureFixture, nodes: str
+) -> None:
+    if nodes == "at work":
+        job.see(1, FUNCTION)
+        job.nodes[1].outbox.sent = 1
+    elif nodes == "lost":
+        job.nodes[1].connection.become(Life.LOST)
+    with job.undertakings.during(lambda: "an item of Channel begun", is_wait=True):
+        job.pass_time(3 * STILL)
+    if nodes != "at work":
+        assert caplog.messages == []
+        return
+    (text,) = caplog.messages
+    assert re.match(rf".* for an item of Channel begun, 6\d s at {HERE}:\d+: ", text.splitlines()[1])
+    assert text.splitlines()[2:] == ["  node 1: running 1:10 min"]
+
+
 @pytest.mark.parametrize("gets_on", ["a command is done", "it runs", "another wait"])
 def test_progress_anywhere_counts(job: Job, caplog: pytest.LogCaptureFixture, gets_on: str) -> None:
     stuck(job)
@@ -213,7 +255,8 @@ def test_many_nodes_are_not_all_named(job: Job) -> None:
 # ---- a session -------------------------------------------------------------------------------------------------------
 
 
-def test_a_wait_of_a_session_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["node 0: unseen", "an item of Channel begun"])
+def test_a_wait_of_a_session_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     screen, seen = Screen(120), list[str]()
     inner, outer = os.pipe()
     monkeypatch.setattr(progress, "SHOWN", 0.6)  # by then the wait is a long one
@@ -223,16 +266,18 @@ def test_a_wait_of_a_session_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch
         def open_when_shown() -> None:
             while not seen:
                 select.select([screen._ours], [], [], HANG)
-                seen.extend(row for row in screen.look() if " for node 0: unseen" in row)
+                seen.extend(row for row in screen.look() if f" for {what}" in row)
             os.write(outer, b"x")
+            begun.put(b"x")
 
+        begun = dt.tasks.Channel(name="begun")
         held = dt.submit(os.read, inner, 1, node=0)
         watcher = threading.Thread(target=open_when_shown)
         watcher.start()
-        assert held.result(timeout=HANG) == b"x"
+        assert (held.result(timeout=HANG) if what.startswith("node") else begun.get(timeout=HANG)) == b"x"
         watcher.join()
         assert screen.look() == []
-        assert re.match(rf"waiting \d s at {HERE}:\d+ for node 0: unseen", seen[0])
+        assert re.match(rf"waiting \d s at {HERE}:\d+ for {what}", seen[0])
         link = current.session().link
     assert [undertakings.mine.on_end, link.waiting.on_long_wait] == [progress._nothing] * 2
     assert link.idle.looks == []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import html.parser
 import json
 import os
+import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from limits import HANG
 
 import disttensor as dt
 from disttensor import testing
-from disttensor.seeing import CopyStatus, GpuStatus, JobStatus, LineStatus, NodeStatus
+from disttensor.seeing import CopyStatus, GpuStatus, JobStatus, LineStatus, NodeStatus, reading
 from disttensor.seeing.status import phrase
 from disttensor.seeing.summary import says
+from disttensor.tasks import held
 
 HERE = os.path.basename(__file__)
 
@@ -214,6 +218,78 @@ def test_what_the_script_is_at(gate: Gate) -> None:
     gate.open()
     gate.open()
     assert list(results) == [b"x", b"x"]
+    assert dt.seeing.status().script.undertakings == ()
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the script's waits were for, in words."""
+    found = list[str]()
+
+    @contextmanager
+    def during(words: Callable[[], str], is_wait: bool) -> Iterator[None]:
+        assert is_wait
+        found.append(words())
+        yield
+
+    monkeypatch.setattr(held.undertakings, "mine", SimpleNamespace(during=during))
+    return found
+
+
+@pytest.mark.usefixtures("session")
+def test_a_wait_for_what_tasks_share_says_what_for(noted: list[str]) -> None:
+    begun, full, work = dt.tasks.Channel(name="begun"), dt.tasks.Channel(1), dt.tasks.WorkQueue(name="work")
+    lock, barrier, settings = (
+        dt.tasks.Lock("log"),
+        dt.tasks.Barrier(2, name="both"),
+        dt.tasks.SharedDict(name="settings"),
+    )
+    full.put(1)
+    work.put(1)
+    work.get()
+    has_lock, may_end = threading.Event(), threading.Event()
+    holder = in_thread(lambda: (lock.acquire(), has_lock.set(), may_end.wait(HANG)))
+    assert has_lock.wait(HANG)
+    assert noted == []  # none of these has waited
+    for wait in (
+        lambda: begun.get(timeout=0.001),
+        lambda: dt.tasks.select(begun, dt.tasks.Channel(), timeout=0.001),
+        lambda: full.put(2, timeout=0.001),
+        lambda: work.get(timeout=0.001),
+        lambda: work.join(timeout=0.001),
+        lambda: barrier.wait(timeout=0.001),
+        lambda: settings.wait("rate", timeout=0.001),
+    ):
+        with pytest.raises((queue.Empty, queue.Full, threading.BrokenBarrierError, TimeoutError)):
+            wait()
+    assert not lock.acquire(timeout=0.001)
+    may_end.set()
+    holder.join()
+    assert noted == [
+        "an item of Channel begun",
+        "an item of one of Channel begun, a Channel",
+        "room in a Channel",
+        "an item of WorkQueue work",
+        "all of WorkQueue work to be done",
+        "the others at Barrier both",
+        "a key of SharedDict settings",
+        "Lock log",
+    ]
+
+
+@pytest.mark.usefixtures("session")
+def test_a_status_has_waits_for_what_tasks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a second on, of any thread."""
+    begun = dt.tasks.Channel(name="begun")
+    waiter = in_thread(lambda: begun.get())
+    await_status(lambda status: status.queues[0].taking == 1)
+    assert dt.seeing.status().script.undertakings == ()
+    monkeypatch.setattr(reading, "OLD", 0.0)
+    (it,) = dt.seeing.status().script.undertakings
+    line = test_a_status_has_waits_for_what_tasks_share.__code__.co_firstlineno + 4
+    assert (it.what, it.line) == ("waiting for an item of Channel begun", f"{HERE}:{line}")
+    begun.put(1)
+    waiter.join()
     assert dt.seeing.status().script.undertakings == ()
 
 
