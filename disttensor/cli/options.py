@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..runtime.host.addresses import own_address
 from ..runtime.host.affinity import KINDS as BINDINGS
 from ..runtime.host.affinity import gpus
 from ..runtime.host.silence import Silence, silence_of
@@ -115,6 +116,14 @@ def _silence(text: str) -> Silence:
         return silence_of(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _own_address(text: str) -> str:
+    try:
+        own_address(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text
 
 
 def _variable(text: str) -> str:
@@ -232,6 +241,11 @@ def parser() -> Parser:
         output, "--trace", metavar="FILE",
         help="record a timeline of the whole session, which Perfetto opens; compressed if the name ends in .gz, a page "
         "for people if in .html",
+    )  # fmt: skip
+    both(
+        output, "--metrics", metavar="ADDRESS", type=_own_address,
+        help="serve the job's figures for Prometheus at an address of this machine alone, such as 127.0.0.1:9400; "
+        "needs pip install 'disttensor[metrics]'",
     )  # fmt: skip
     both(output, "-r", "--redirects", metavar="WHICH", default="", help="this goes to files and not here")
     return it

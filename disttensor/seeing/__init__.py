@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .breakpoints import breakpoint as breakpoint  # not in __all__: Python has one, too
 from .finite import check_finite
+from .metrics import collector
 from .origin import Origin, OriginCommand
 from .profile import Profile, profile, report
 from .reading import status
@@ -50,6 +51,7 @@ __all__ = [
     "TransferStatus",
     "UndertakingStatus",
     "check_finite",
+    "collector",
     "profile",
     "region",
     "report",

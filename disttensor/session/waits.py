@@ -60,6 +60,12 @@ class Waits:
             lines = [LineWaits(line.site, line.count, line.seconds) for line in self._lines.values()]
         return nlargest(most, lines, key=lambda line: line.seconds)
 
+    def in_all(self) -> tuple[int, float]:
+        """Returns how many waits there were, and their seconds."""
+        with self._lock:
+            lines = list(self._lines.values())
+        return sum(line.count for line in lines), sum(line.seconds for line in lines)
+
     def add_other(self, seconds: float) -> None:
         """Counts a wait of this thread that was not for a value."""
         self.add(_sites[0](), seconds, of_value=False)

@@ -52,6 +52,7 @@ from ..torch_backend import register as device_backend
 from ..verify import selfcheck
 from . import notebook
 from .rendezvous import rendezvous_of, script_folder
+from .served_metrics import serve_metrics
 from .settings import Settings, check
 from .traced import begin_trace, end_trace
 from .window import open_window
@@ -235,6 +236,7 @@ def init_master_worker(
     _register_once()
     selfcheck.begin_comparing(session, share)
     open_window(session, os.environ)
+    serve_metrics(session, os.environ)
     begin_trace(session, os.environ)
     return SessionContext(session)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import select
 import socket
 import time
@@ -22,6 +23,26 @@ def split(address: str) -> tuple[str, int]:
     if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
         raise ValueError(f"{address!r} is no address such as tcp://10.0.0.1:41233")
     return parts.hostname, parts.port
+
+
+def own_address(text: str) -> tuple[str, int]:
+    """Splits an address at which nobody but this machine gets to, such as 127.0.0.1:9400 or [::1]:9400, into host and
+    port. Raises ValueError for any other."""
+    host, _, number = text.rpartition(":")
+    host = LOOPBACK if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    port = int(number) if number.isdecimal() and len(number) <= 5 else 0
+    if not host or not 0 < port < 1 << 16:
+        raise ValueError(f"{text!r} is no address such as {LOOPBACK}:9400")
+    try:
+        is_own_alone = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_own_alone = False
+    if not is_own_alone:
+        raise ValueError(
+            f"{host} is not this machine's alone, and whoever asks there would be answered: name {LOOPBACK}:{port}, or "
+            "serve dt.seeing.collector() yourself, with what asks who it is"
+        )
+    return host, port
 
 
 def way_to(host: str) -> str:

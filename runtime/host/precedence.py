@@ -19,6 +19,8 @@ from .launch_spec import LaunchSpec
 
 #: The variable that names the file of the whole session's timeline: dtrun's --trace, which no argument is.
 TRACE = "DISTTENSOR_TRACE"
+#: The variable that names the address of the script's metrics: dtrun's --metrics, which no argument is.
+METRICS = "DISTTENSOR_METRICS"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def for_script(options: Any, spec: LaunchSpec) -> dict[str, str]:
     """
     told = {row.variable: getattr(options, row.dest) for row in SETTINGS if row.variable}
     told[TRACE] = options.trace and os.path.abspath(options.trace)
+    told[METRICS] = options.metrics
     if spec.hosts or spec.most:
         del told["DISTTENSOR_NODES"]
     return {name: str(value) for name, value in told.items() if value is not None}

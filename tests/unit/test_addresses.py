@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
 
-from disttensor.runtime.host.addresses import first_to_answer, interfaces_for, split, way_to
+from disttensor.runtime.host.addresses import first_to_answer, interfaces_for, own_address, split, way_to
 
 
 def test_split() -> None:
@@ -15,6 +16,32 @@ def test_split() -> None:
     for text in ("10.0.0.1:41233", "tcp://10.0.0.1", "tcp://:5", "ipc:///tmp/x"):
         with pytest.raises(ValueError, match="is no address such as"):
             split(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("127.0.0.1:9400", ("127.0.0.1", 9400)),
+        ("127.3.4.5:1", ("127.3.4.5", 1)),
+        ("localhost:9400", ("127.0.0.1", 9400)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
+def test_addresses_of_this_machine_alone(text: str, found: tuple[str, int]) -> None:
+    assert own_address(text) == found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "[fe80::1]", "example.org", "127.0.0.1.example.org"])
+def test_addresses_that_others_reach(host: str) -> None:
+    name = re.escape(host.strip("[]"))
+    with pytest.raises(ValueError, match=rf"^{name} is not this machine's alone, .*: name 127\.0\.0\.1:9400, "):
+        own_address(f"{host}:9400")
+
+
+@pytest.mark.parametrize("text", ["", "9400", ":9400", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:65536"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no address such as 127\.0\.0\.1:9400$"):
+        own_address(text)
 
 
 def test_way_to() -> None:

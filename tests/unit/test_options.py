@@ -129,6 +129,8 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--no-python"], "there is no program 'x.py'"),
         (["--tee", "3"], "--tee and --redirects say what goes to the files of --log-dir"),
         (["--log-dir", "x.py"], "--log-dir x.py cannot be made: File exists"),
+        (["--metrics", "0.0.0.0:9400"], "0.0.0.0 is not this machine's alone"),
+        (["--metrics", "9400"], "'9400' is no address such as 127.0.0.1:9400"),
         (["--log-dir", "logs", "--tee", "out"], "'out' is neither a number from 0 to 3 nor"),
         (["--log-dir", "logs", "--redirects", "0:4"], "'4' names no streams"),
     ],
@@ -172,14 +174,14 @@ def test_torchruns_options_are_known() -> None:
 
 
 def test_settings(script: str) -> None:
-    options = parse(
-        ["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", "--trace", "t.json", script, "-n", "9"]
-    )
+    watched = ["--trace", "t.json", "--metrics", "127.0.0.1:9400"]
+    options = parse(["--nproc_per_node", "3", "--simulate_cuda=2", "--backend", "tcp", *watched, script, "-n", "9"])
     assert for_script(options, spec_of(options)) == {
         "DISTTENSOR_NODES": "3",
         "DISTTENSOR_SIMULATE_CUDA": "2",
         "DISTTENSOR_BACKEND": "tcp",
         "DISTTENSOR_TRACE": os.path.abspath("t.json"),
+        "DISTTENSOR_METRICS": "127.0.0.1:9400",
     }
     assert options.arguments == ["-n", "9"]
     assert parse(["-n", "cpu", script]).nodes == len(os.sched_getaffinity(0))
