@@ -148,7 +148,7 @@ def _samples(session: Session) -> Iterator[Sample]:
     yield "script_resident_bytes", (), script.rss
     yield "script_upload_bytes", (), script.uploads
     yield "script_fetches", (), script.fetches
-    yield "script_waiting_threads", (), len({wait.thread for wait in script.waits})
+    yield "script_waiting_threads", (), len(script.waits)
     waits, seconds = session.waits.in_all()
     yield "script_waits", (), waits
     yield "script_wait_seconds", (), seconds

@@ -33,8 +33,6 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENT
-
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
 

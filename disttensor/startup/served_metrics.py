@@ -30,7 +30,7 @@ def serve_metrics(session: Session, environment: Mapping[str, str]) -> None:
         registry.register(asked)
         server = session.part(MetricsServer)
         server.open(host, port, make_wsgi_app(registry))
-    except (ImportError, OSError, ValueError) as e:
+    except (ImportError, OSError, RuntimeError, ValueError) as e:
         _log.warning("no metrics are served at %s=%s: %s", METRICS, address, e)
         return
     session.changes.callback(server.close)

@@ -400,3 +400,29 @@ def test_it_is_shown_as_text_and_as_html_and_is_plain_data() -> None:
     assert (figures["node/0/behind"], figures["node/0/bytes"]) == (0, 4)
     assert "node/1/bytes" not in figures  # nobody knows them
     assert all(type(value) is float for value in figures.values())
+
+
+#: The names of scalars.
+SCALARS = re.compile(
+    r"nodes|nodes/lost|script/(commands|rss|uploads|fetches|waiting)"
+    r"|node/\d+/(behind|oldest|tensors|bytes|peak|rss|peak_rss|cpu|age|slow|cuda:\d/(used|busy))"
+)
+
+
+@pytest.mark.usefixtures("session")
+def test_scalars_have_names_that_stay() -> None:
+    """They say nothing of what the job is at, and there are ten of a node at most, and two of its devices."""
+    status = dt.seeing.status()
+    known = {"tensors": 1, "bytes": 4, "peak": 4, "rss": 4, "peak_rss": 4, "cpu": 0.5, "age": 0.1}
+    gpus = tuple(GpuStatus(f"cuda:{index}", 3, 8, 0.25) for index in range(2))
+    whole = replace(
+        status,
+        nodes=tuple(replace(it, gpus=gpus, **known) for it in status.nodes),
+        slow=tuple(dt.seeing.SlowStatus(it.rank, "", "", 0.5, "", "", "") for it in status.nodes),
+        lines=(LineStatus("train.py:3", "x.item()", 2, 1.5),),
+    )
+    busy = replace(whole, nodes=(replace(whole.nodes[0], state="running", what="step()"), *whole.nodes[1:]))
+    for it in (status, whole, busy):
+        assert [name for name in it.scalars() if not SCALARS.fullmatch(name)] == []
+    assert whole.scalars().keys() == busy.scalars().keys()
+    assert len(whole.scalars()) == 7 + 4 * (10 + 2 * len(gpus))
