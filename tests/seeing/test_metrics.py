@@ -7,6 +7,7 @@ import os
 import re
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -342,11 +343,16 @@ def test_what_is_no_request_is_refused(
     assert capfd.readouterr() == ("", "")
 
 
-def test_who_hangs_up_is_not_told_of(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
-    served.connect(GET).close()
-    assert served.asked.acquire(timeout=HANG)
+@pytest.mark.parametrize("when", ["while it asks", "while it is answered"])
+def test_who_hangs_up_is_not_told_of(served: Served, capfd: pytest.CaptureFixture[str], when: str) -> None:
+    connection = served.connect(GET[:8] if when == "while it asks" else GET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+    if when == "while it is answered":
+        assert served.asked.acquire(timeout=HANG)
+    connection.close()
     served.may_answer.set()
     assert heard(served.connect(GET)).startswith(b"HTTP/1.0 200 OK")
+    served.server.close()
     assert capfd.readouterr() == ("", "")
 
 
