@@ -132,7 +132,7 @@ def _families(samples: Iterable[Sample]) -> list[Metric]:
         kind = CounterMetricFamily if it.kind == COUNTER else GaugeMetricFamily
         made[it.name] = kind(f"disttensor_{it.name}", it.says, labels=it.labels)
     for name, labels, figure in samples:
-        made[name].add_metric(labels, figure)
+        made[name].add_metric(labels, float(figure))
     return list(made.values())
 
 

@@ -34,7 +34,8 @@ class ScriptWait:
 
 @dataclass(frozen=True)
 class UndertakingStatus:
-    """Something that the script is at that may take long: a start, an upload, a checkpoint, a map."""
+    """Something that the script is at that may take long: a start, an upload, a checkpoint, a map, a wait for what
+    tasks share."""
 
     what: str  #: with how far it has come, such as "starting 8 nodes: 6 ready"
     seconds: float
