@@ -241,6 +241,8 @@ def _kill(options: argparse.Namespace) -> int:
         killed = answer(job, JobRequest("kill", options.nodes), Killed)
         print(f"job {job.pid}: killed node {', '.join(map(str, killed.nodes))}")
         return 0
+    if not job.has_script:  # whose agent says where its script is
+        answer(job, JobRequest("kill"), Killed)
     if not (pid := pid_of(job)):
         raise NotDone(
             f"job {job.pid} is in another space of process numbers, as a container's, and has to be ended there"

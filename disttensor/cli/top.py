@@ -43,7 +43,7 @@ OUTPUT, BELOW = 1000, 5
 #: What nodes are sorted by, in turn: the heading, and what comes first.
 SORTS: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
     ("node", lambda node: node["rank"]),
-    ("behind", lambda node: -node["behind"]),
+    ("behind", lambda node: -(node["behind"] or 0)),
     ("cpu", lambda node: -(node["cpu"] or 0.0)),
     ("rss", lambda node: -(node["rss"] or 0)),
     ("held", lambda node: -(node["bytes"] or 0)),
@@ -104,9 +104,10 @@ class Screen:
         lost = sum(node["state"] == "lost" for node in nodes)
         text = (
             f"{script['name']}  pid {script['pid']}  {len(nodes)} node{'s' * (len(nodes) != 1)} on {hosts} "
-            f"host{'s' * (hosts != 1)}{f', {lost} lost' if lost else ''}  up {clock(self.seconds)}  "
-            f"{script['commands']:,} commands"
+            f"host{'s' * (hosts != 1)}{f', {lost} lost' if lost else ''}  up {clock(self.seconds)}"
         )
+        if script["commands"] is not None:
+            text += f"  {script['commands']:,} commands"
         return text + _KEYS.rjust(width - len(text)) if len(text) + len(_KEYS) + 2 <= width else text
 
     def _foot(self) -> str:
@@ -167,10 +168,13 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     cpu = "-" if lost or node["cpu"] is None else f"{100 * node['cpu']:.0f}%"
     held = "-" if lost or node["tensors"] is None else f"{node['tensors']} / {_size(node['bytes'])}"
     rss = "-" if lost else _size(node["rss"])
-    return f"{node['rank']}", node["host"], text, "-" if lost else f"{node['behind']:,}", cpu, rss, held
+    behind = "-" if lost or node["behind"] is None else f"{node['behind']:,}"
+    return f"{node['rank']}", node["host"], text, behind, cpu, rss, held
 
 
 def _waits(script: dict[str, Any]) -> str:
+    if script["commands"] is None:
+        return "runs there: `dtrun top` there has more"
     if not script["waits"]:
         return "runs"
     wait = script["waits"][0]

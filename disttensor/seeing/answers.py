@@ -5,9 +5,7 @@ They come at a socket of this host (runtime/host/job_window.py), in a thread of 
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -81,8 +79,9 @@ class JobAnswers:
     def _summary(self) -> JobSummary:
         it = status(timeout=0)
         hosts = tuple(dict.fromkeys(node.host for node in it.nodes if node.host))
-        name = os.path.basename(sys.argv[0]) or "python"
-        return JobSummary(it.script.pid, name, len(it.nodes), _lost(it), hosts, self._seconds, _state(it.script))
+        return JobSummary(
+            it.script.pid, it.script.name, len(it.nodes), _lost(it), hosts, self._seconds, _state(it.script)
+        )
 
     def _status(self) -> StatusAnswer:
         it = status(timeout=NODES)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,15 +23,15 @@ from ..runtime.master.failures import short_line
 from ..runtime.master.node import Node
 from ..runtime.master.requests import Request
 from ..runtime.process import flight, page
+from ..runtime.process.cells import script_name
 from ..runtime.process.flight import KINDS, FlightRecord
 from ..runtime.process.observing import NodeGone
-from ..runtime.process.tables import columns
+from ..runtime.process.tables import columns, duration
 from ..runtime.protocol import codec
 from ..runtime.protocol.errors import NodeLost
 from ..session.holdings import size
 from ..session.session import Session
 from .flight_files import FlightFolder, flight_folder
-from .status import duration
 
 #: Seconds of a wait from which on it is recorded, and for how many none for the same node is after that.
 LONG, AGAIN = 10.0, 60.0
@@ -65,7 +64,7 @@ def record_of(session: Session, why: str, ranks: Sequence[int] | None = None) ->
         "why": why,
         "written": flight.calendar(),
         "script": {
-            "name": os.path.basename(sys.argv[0]) or "python",
+            "name": script_name(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "records": own,

@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -16,11 +15,13 @@ from ..meshes.mesh import Mesh
 from ..runtime.channel.base import MASTER
 from ..runtime.channel.counted import GROUP, CountedChannel
 from ..runtime.host.launcher import Sight
+from ..runtime.host.sights import hindered, hindrance
 from ..runtime.master.connection import Life
-from ..runtime.master.doing import activities, hindrance
+from ..runtime.master.doing import activities
 from ..runtime.master.failures import expression, short_line
 from ..runtime.master.node import Node
 from ..runtime.process import undertakings
+from ..runtime.process.cells import script_name
 from ..runtime.process.page import COLLECTIVE, IDLE, NOBODY, RECEIVE, STREAMS
 from ..runtime.protocol import codec, side
 from ..runtime.protocol.traits import without_stream
@@ -31,7 +32,6 @@ from ..tasks.actors import Actors
 from ..tasks.held import SessionObjects
 from .slow_watch import SlowNodes
 from .status import (
-    OLD,
     ActorStatus,
     CompileStatus,
     CopyStatus,
@@ -103,7 +103,7 @@ def status(mesh: Mesh | None = None, *, timeout: float = PATIENCE) -> JobStatus:
 def _script(session: Session) -> ScriptStatus:
     transfers = session.transfers
     return ScriptStatus(
-        os.path.basename(sys.argv[0]) or "python",
+        script_name(),
         socket.gethostname(),
         os.getpid(),
         waits_of(session),
@@ -226,22 +226,14 @@ def _doing(node: Node, seen: Sight | None, now: float) -> _Doing:
     line = "" if work.sent is None else short_line(work.sent.site)
     seconds = _finite(work.seconds)
     waits_for = seen.peer if not work.beside and work.kind in (COLLECTIVE, RECEIVE) and seen.peer != NOBODY else None
-    state, note = "running", ""
+    state = "running"
     if not work.beside and work.kind == IDLE:
         state = "idle"
     elif not work.beside and work.kind == STREAMS:
         what = "its streams"
     elif waits_for is not None or work.kind == RECEIVE:
         state = "waiting"
-    match hindrance(seen):
-        case "paused":
-            state, note = "paused", "its host hears nothing of this one"
-        case "stopped":
-            state, note = "stopped", f"`kill -CONT {node.hello.pid}` has it go on"
-        case "deaf":
-            note = f"no other thread of it has run for {seen.deaf:.0f} s, as this one holds the GIL"
-        case "device" if seconds >= OLD:  # for a moment anything may be
-            note = "it is in the kernel, for a device"
+    state, note = hindered(seen, node.hello.pid, state, seconds)
     if others:
         note = "; ".join(filter(None, (note, f"and {len(others)} functions beside")))
     return state, what, line, seconds, waits_for, note

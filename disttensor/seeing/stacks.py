@@ -5,15 +5,15 @@ A stack has files, lines and names of functions, and no value of any variable.
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from ..runtime.host.launcher import Sight
+from ..runtime.host.sights import WAITS, in_order, threads_of
 from ..runtime.master.connection import Life
-from ..runtime.master.doing import WAITS, Activity, activities
+from ..runtime.master.doing import Activity, activities
 from ..runtime.master.failures import short_line
 from ..runtime.master.node import Node
 from ..runtime.process.cells import with_cells
@@ -25,8 +25,6 @@ from ..session.session import Session
 SIGHTS, _LOOK = 3.0, 0.05
 #: The most frames of a thread of the script.
 _FRAMES = 100
-#: How faulthandler begins the stack of a thread.
-_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*")
 
 
 def script_stack() -> str:
@@ -86,17 +84,11 @@ def _text(node: Node, sight: Sight | None, sees: bool) -> str:
         return f"its launcher has not seen it within {SIGHTS:g} s"
     works = {work.number: work for work in activities(node, sight)}
     beside = {each.thread: works[each.number] for each in sight.beside if each.number in works}
-    first, last = list[str](), list[str]()
-    for block in filter(None, sight.stack.split("\n\n")):
-        head, *lines = block.splitlines()
-        named = _HEAD.fullmatch(head)
-        thread = int(named[1], 16) if named else 0
-        serve = next((i for i, line in enumerate(lines) if "/runtime/node/" in line and " in serve" in line), None)
-        work = beside.get(thread) or (None if serve is None else _own(node, sight))
-        shown = lines if serve is None else lines[: serve + 1]  # what is below has led to the node's start
-        text = "\n".join([f"thread {thread:#x}{_words(work)}:", *map(with_cells, shown)])
-        (last if work is None or work.kind in WAITS else first).append(text)
-    return "\n\n".join([*first, *last])
+    found = []
+    for it in threads_of(sight.stack):
+        work = beside.get(it.thread) or (_own(node, sight) if it.takes_commands else None)
+        found.append((it, _words(work), work is not None and work.kind not in WAITS))
+    return in_order(found)
 
 
 def _own(node: Node, sight: Sight) -> Activity:

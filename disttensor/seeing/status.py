@@ -5,13 +5,11 @@ The tables and the HTML need these values only, so a status of another process i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..runtime.process.tables import columns, html
-from ..session.holdings import size
+from ..runtime.process.tables import columns, duration, html, size
 
 #: The most characters of a cell of the text: one reason of a loss would make all rows too wide.
 WIDE = 90
@@ -406,11 +404,3 @@ def _copy(it: CopyStatus) -> Sequence[str]:
         it.source, it.target, it.channel, it.use, _size(it.done), size(it.bytes), duration(it.seconds),
         "-" if it.rate is None else f"{size(int(it.rate))}/s", "-" if it.left is None else duration(it.left), it.line,
     )  # fmt: skip
-
-
-def duration(seconds: float) -> str:
-    """Returns a time: to a tenth of a second, from a minute on in minutes."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{seconds:.1f} s" if seconds < 60 else f"{minutes}:{rest:02} min"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..runtime.master.failures import Site, line_of
+from ..runtime.process.tables import size as size
 from ..runtime.protocol import commands as c
 
 #: The most lines that are named.
@@ -18,14 +19,6 @@ _lines: list[Callable[[Collection[int]], dict[int, Site]]] = []
 def lines_by(find: Callable[[Collection[int]], dict[int, Site]]) -> None:
     """Declares the function that finds the lines which made tensors that there are proxies of."""
     _lines[:] = [find]
-
-
-def size(n: int) -> str:
-    """Returns a number of bytes in words, as torch says it: "512 bytes", "1.50 GiB"."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if n >= 1 << shift:
-            return f"{n / (1 << shift):.2f} {unit}"
-    return f"{n} bytes"
 
 
 def amounts_held(holdings: c.Holdings) -> str:

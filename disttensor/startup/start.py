@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from ..runtime.channel.opened import Channels, maker
 from ..runtime.channel.registry import check_protection, usable_channel
 from ..runtime.host import descriptors, versions
 from ..runtime.host.addresses import LOOPBACK
+from ..runtime.host.job_sockets import may_be_asked
 from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
 from ..runtime.launch import get_launcher, registry
@@ -33,6 +35,7 @@ from ..runtime.master.failures import line_of
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import NodeWorker
 from ..runtime.process import undertakings
+from ..runtime.process.cells import script_name
 from ..runtime.process.observing import ScriptSeam
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
@@ -370,6 +373,7 @@ def _hub(
         data_silence=silence.data,
         sys_path=tuple(b.as_text(os.path.abspath(p)) for p in sys.path),
         cwd=b.as_text(os.getcwd()),
+        script=_script() if may_be_asked(os.environ) else None,
     )
     bundles = [
         msgspec.structs.replace(
@@ -383,6 +387,10 @@ def _hub(
         undo.callback(inproc.close)
         return inproc, None, None, bundle, bundles
     return hub, side, more, bundle, bundles
+
+
+def _script() -> b.ScriptPlace:
+    return b.ScriptPlace(script_name(), socket.gethostname(), os.getpid())
 
 
 def _hub_beside(

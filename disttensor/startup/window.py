@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 
-from ..runtime.host.job_sockets import NO_SOCKET, JobAnswer, JobRequest
+from ..runtime.host.job_sockets import NO_SOCKET, JobAnswer, JobRequest, may_be_asked
 from ..runtime.host.job_window import JobWindow
 from ..runtime.host.socket_folder import NotOurs
 from ..session.session import Session
@@ -18,7 +18,7 @@ _log = logging.getLogger("disttensor")
 
 def open_window(session: Session, environment: Mapping[str, str]) -> None:
     """Opens the window of a session, which is closed at its end. Where there can be none the job runs without."""
-    if environment.get(NO_SOCKET, "") not in ("", "0"):
+    if not may_be_asked(environment):
         return
     window, began = session.part(JobWindow), time.monotonic()
 

@@ -1,6 +1,7 @@
 """The sockets by which other programs of this user, such as `dtrun status`, ask the scripts of this host how they are.
 
     a script: JobWindow (job_window.py) --> $XDG_RUNTIME_DIR/disttensor/PID.sock, else /tmp/disttensor-UID/PID.sock
+    an agent: the same, on a host where nodes run and their script does not --> .../PID-nodes.sock
     dtrun:    find_jobs, ask            --> connects there: a request, a line of JSON; the answer, until the end
 
 Whose a socket is, the kernel says of each connection, to both ends; the folder is this user's alone.
@@ -12,11 +13,12 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from .socket_folder import living_sockets
+from .socket_folder import NODES, living_sockets
 
 #: The variable that leaves the socket out.
 NO_SOCKET = "DISTTENSOR_NO_SOCKET"
@@ -131,8 +133,9 @@ class JobSocketError(Exception):
 class FoundJob(NamedTuple):
     """A job of this user on this host, by its socket."""
 
-    pid: int
+    pid: int  #: of the script; of the agent above its nodes, where the script is on another host
     path: str
+    has_script: bool = True  #: the script is on this host
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
@@ -140,7 +143,13 @@ class FoundJob(NamedTuple):
 
 def find_jobs() -> list[FoundJob]:
     """Returns the jobs of this user on this host, by pid, and removes the sockets of those that have ended."""
-    return sorted(FoundJob(int(path.stem), str(path)) for path in living_sockets())
+    found = ((path.stem.removesuffix(NODES), path) for path in living_sockets())
+    return sorted(FoundJob(int(pid), str(path), pid == path.stem) for pid, path in found)
+
+
+def may_be_asked(environment: Mapping[str, str]) -> bool:
+    """Returns whether a process with this environment makes sockets."""
+    return environment.get(NO_SOCKET, "") in ("", "0")
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -167,7 +176,7 @@ def _connect(connection: socket.socket, path: str, timeout: float) -> None:
 
 
 def pid_of(job: FoundJob) -> int:
-    """Returns the pid of a job's script, as the kernel tells it. Raises JobSocketError."""
+    """Returns the pid of the process that answers for a job, as the kernel tells it. Raises JobSocketError."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             _connect(connection, job.path, PATIENCE)
@@ -195,9 +204,9 @@ def ask(job: FoundJob, request: JobRequest, timeout: float = PATIENCE) -> JobAns
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
         return decode_answer(job, answer)
     except TimeoutError:
-        raise JobSocketError(
-            f"job {job.pid} has not answered within {timeout:g} s: its script is stopped, or holds the GIL in C code"
-        ) from None
+        script = "its script is stopped, or holds the GIL in C code"
+        why = script if job.has_script else "the agent of this host is stopped"
+        raise JobSocketError(f"job {job.pid} has not answered within {timeout:g} s: {why}") from None
     except (ConnectionError, FileNotFoundError):
         raise JobSocketError(f"job {job.pid} has ended") from None
     except OSError as e:

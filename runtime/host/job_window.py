@@ -1,4 +1,5 @@
-"""A job's window: a socket of this host at which programs of this user, and of root, ask the script how it is.
+"""A job's window: a socket of this host at which programs of this user, and of root, ask the script how it is. On a
+host where only nodes run, they ask the agent above these (launch/tree/host_window.py).
 
     connection --> a line of JSON (JobRequest) --> answer(request) --> the answer, and the end of the connection
 
@@ -52,13 +53,14 @@ class JobWindow:
         self._askers: dict[int, _Asker] = {}
         self._answer: Callable[[JobRequest], JobAnswer] = lambda request: Refusal("the session has ended")
 
-    def open(self, answer: Callable[[JobRequest], JobAnswer]) -> None:
-        """Makes the socket, and the thread that answers there. Raises OSError, NotOurs for a folder of others."""
+    def open(self, answer: Callable[[JobRequest], JobAnswer], suffix: str = "") -> None:
+        """Makes the socket, and the thread that answers there. ``suffix``: what stands behind this process's number in
+        the socket's name. Raises OSError, NotOurs for a folder of others."""
         path = ""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             os.fchmod(listener.fileno(), 0o600)  # before it has a name, so that it never has another mode
-            path = bind_in_folder(listener, f"{os.getpid()}.sock")
+            path = bind_in_folder(listener, f"{os.getpid()}{suffix}.sock")
             listener.listen(MOST)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             self._socket, self._path, self._answer = listener, path, answer

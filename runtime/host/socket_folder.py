@@ -12,6 +12,8 @@ import socket
 import stat
 from pathlib import Path
 
+#: What stands behind the number in the name of a socket for nodes whose script is on another host.
+NODES = "-nodes"
 #: Where a user without a folder of its own has one: all of its processes have to agree, so TMPDIR does not count.
 _TMP = "/tmp"
 
@@ -99,7 +101,7 @@ def living_sockets() -> list[Path]:
     for folder in folders():
         with contextlib.suppress(OSError):
             check_folder(folder)
-            paths = [path for path in Path(folder).glob("*.sock") if path.stem.isdecimal()]
+            paths = [path for path in Path(folder).glob("*.sock") if path.stem.removesuffix(NODES).isdecimal()]
             found += [path for path in paths if not remove_dead(str(path))]
             remove_folder(folder)
     return found

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..host.launcher import Sight
-from ..process.page import FUNCTION, IDLE, STREAMS
+from ..host.sights import WAITS
+from ..process.page import FUNCTION, IDLE
 from .history import Sent
 
 if TYPE_CHECKING:
     from .node import Node
-
-#: A node whose own threads have not run for so many seconds holds the GIL, or is stopped.
-DEAF = 2.0
-#: What the thread that takes commands is at when it does nothing itself.
-WAITS = frozenset({IDLE, STREAMS})
-
-#: Why a process does not run its own threads: its host has paused it as it hears nothing of the script's; somebody has
-#: stopped it; one thread holds the GIL; it waits in the kernel for a device.
-Hindrance: TypeAlias = Literal["", "paused", "stopped", "deaf", "device"]
 
 
 class Activity(NamedTuple):
@@ -39,14 +31,3 @@ def activities(node: Node, sight: Sight) -> list[Activity]:
         sent = None if sight.kind == IDLE else node.command(sight.seq)
         found.insert(0, Activity(sight.kind, sight.seq, sight.seconds, False, sent))
     return found
-
-
-def hindrance(sight: Sight) -> Hindrance:
-    """Returns what keeps a node's process from running its threads."""
-    if sight.paused:
-        return "paused"
-    if sight.state in ("T", "t"):
-        return "stopped"
-    if sight.deaf > DEAF:
-        return "deaf"
-    return "device" if sight.state == "D" else ""

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..host.launcher import Sight
+from ..host.sights import WAITS, hindrance
 from ..process.cells import with_cells
 from ..process.clock import CLOCK, Clock
 from ..process.own_time import Unheard
 from ..process.page import COLLECTIVE, COMMANDS, IDLE, NOBODY, STREAMS, WORDS, Beside
 from ..protocol.traits import request_of
-from .doing import WAITS, Activity, activities, hindrance
+from .doing import Activity, activities
 from .failures import line_of
 from .history import NAMED
 

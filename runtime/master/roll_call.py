@@ -12,10 +12,10 @@ from __future__ import annotations
 import select
 from collections.abc import Collection, Sequence
 
+from ..host.sights import hindrance
 from ..process.signals import uninterrupted
 from ..protocol import side
 from .connection import Life
-from .doing import hindrance
 from .link_state import LinkState
 from .losses import Losses
 from .node import Node

@@ -8,11 +8,25 @@ runs a function of a cell has no file to read them from.
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
 
 #: A frame of a formatted traceback: its indentation, file, line, and the name of its function after a comma.
 FRAME = re.compile(r'(?P<indent> *)File "(?P<file>[^"\n]*)", line (?P<line>\d+)(?P<name>,? in .*)?')
+
+
+#: Programs that run a notebook, and the variable by which Jupyter's server says which.
+_KERNELS, _NOTEBOOK = ("ipykernel_launcher.py", "ipykernel"), "JPY_SESSION_NAME"
+
+
+def script_name() -> str:
+    """Returns the name of this process's script: "train.py"; of a notebook "train.ipynb" where Jupyter says that, else
+    "notebook"; "python" for none."""
+    name = os.path.basename(sys.argv[0])
+    if name in _KERNELS:
+        name = os.path.basename(os.environ.get(_NOTEBOOK, "")) or "notebook"
+    return name.encode(errors="replace").decode() or "python"  # a name may be no UTF-8
 
 
 def cell_of(file: str) -> str:

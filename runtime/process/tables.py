@@ -1,7 +1,10 @@
-"""Tables for people: columns of text, which the package rich folds where a terminal is narrower than they are; HTML."""
+"""Tables for people: columns of text, which the package rich folds where a terminal is narrower than they are; HTML.
+And figures for them.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +45,22 @@ def show(rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*map(Text, row))  # no text has markup
     Console(width=width, height=height).print(table)
+
+
+def size(n: int) -> str:
+    """Returns a number of bytes in words, as torch says it: "512 bytes", "1.50 GiB"."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if n >= 1 << shift:
+            return f"{n / (1 << shift):.2f} {unit}"
+    return f"{n} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time: to a tenth of a second, from a minute on in minutes."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{seconds:.1f} s" if seconds < 60 else f"{minutes}:{rest:02} min"
 
 
 def html(title: str, header: Sequence[object], rows: Iterable[Sequence[object]], heads: int = 0) -> str:

@@ -18,7 +18,7 @@ from .framing import PREFIX, length, prefixed
 S = TypeVar("S", bound=msgspec.Struct)
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 24
+PROTOCOL = 25
 
 #: Seconds without an answer of another host's kernel after which it is gone for a node: the master's, where nothing
 #: else tells, and that of a peer's data channel. Those of host/silence.py, for bundles that say nothing else.
@@ -26,6 +26,14 @@ SILENCE, DATA_SILENCE = 15.0, 30.0
 
 #: disttensor's own version, which messages name.
 VERSION = "0.1.0"
+
+
+class ScriptPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The script of a node, for who looks at the node from a terminal of the node's host."""
+
+    name: str  #: such as "train.py"
+    host: str
+    pid: int
 
 
 class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +70,7 @@ class Bundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int = PROTOCOL
     sys_path: tuple[str, ...] = ()  #: the master's import path, so that the user's modules import here too
     cwd: str = ""
+    script: ScriptPlace | None = None  #: the script; None where nobody is to look at the job from other terminals
     program: tuple[str, ...] = ()  #: the program to become instead of a worker (see launch/torchrun_mode/everywhere.py)
 
     def __repr__(self) -> str:

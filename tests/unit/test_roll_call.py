@@ -10,8 +10,9 @@ from fake_hub import HELLO, FakeHub
 from virtual_time import VirtualClock
 
 from disttensor.runtime.host.launcher import Launcher, Sight
+from disttensor.runtime.host.sights import DEAF, hindrance
 from disttensor.runtime.master.connection import Life
-from disttensor.runtime.master.doing import DEAF, activities, hindrance
+from disttensor.runtime.master.doing import activities
 from disttensor.runtime.master.link_state import LinkState
 from disttensor.runtime.master.losses import Losses
 from disttensor.runtime.master.node import Node

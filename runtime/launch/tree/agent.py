@@ -2,6 +2,8 @@
 
     root --wire: ssh's stdin and stdout, or ZeroMQ--> agent --socket--> fork server --> nodes
 
+On a host where the script does not run it also answers `dtrun ps`, `status` and their like (host_window.py).
+
 It imports no torch, so its first message (``AgentHello``) comes in a tenth of a second, while the fork server imports.
 Who dies when: the end of the wire, a root that is silent for the lease (its network was cut, so that nobody tells) and
 SIGTERM all make it end its fork server, and so the nodes, and then itself. When it is killed itself, the fork server
@@ -30,6 +32,8 @@ from ...process.own_time import Unheard
 from ...protocol.errors import ProtocolError, StartError
 from .control import AgentHello, Beat, LaunchFailed, Order, Pause, Ready, Refuse, ServerNews, Stop
 from .framed import MARK, FramedSocket, FramedStream
+from .host_answers import HostAnswers
+from .host_window import HostWindow
 from .loop import EventLoop
 from .spawn import PRELOAD, spawn_server
 
@@ -81,6 +85,7 @@ class Agent:
         sock, self._server = spawn_server(preload, tied=True)
         self._down: FramedStream[ServerNews] = FramedSocket(ServerNews, sock.detach())
         self._down.send_message(Output(upward=True))
+        self._window = HostWindow(self._loop, self._down.send_message, HostAnswers)
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: readable after SIGTERM
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -135,6 +140,7 @@ class Agent:
                     if now - order.at < order.silence.lost:
                         self._pause(False)
                 case _:
+                    self._window.note_order(order)
                     self._down.send_message(order)
         if self._up.ended:
             self._loop.unwatch(self._up.fileno())
@@ -150,7 +156,8 @@ class Agent:
             self._code = 1
             return
         for news in all_news:
-            self._up.send_message(news)
+            if self._window.note_news(news):
+                self._up.send_message(news)
             self._ready = self._ready or isinstance(news, Ready)
             if isinstance(news, LaunchFailed):
                 self._end_with(1)
@@ -197,6 +204,7 @@ class Agent:
         self._ending = deadline if self._ending is None else min(self._ending, deadline)
 
     def _close(self) -> None:
+        self._window.close()
         self._up.push(0.5)
         self._down.close()  # by itself enough: the server ends its nodes when the socket ends
         try:
