@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,10 @@ def alone(function: str, tmp_path: Path) -> None:
 def environment(tmp_path: Path) -> dict[str, str]:
     """ipykernel takes what is written to descriptors, too, unless it is tested by pytest; colours are for people."""
     keep = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return {**keep, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(exist_ok=True)
+    own = {"IPYTHONDIR": tmp_path, "JUPYTER_RUNTIME_DIR": tmp_path, "XDG_RUNTIME_DIR": runtime}
+    return {**keep, **{name: str(path) for name, path in own.items()}, "JPY_SESSION_NAME": "/somewhere/train.ipynb"}
 
 
 def plain(text: str) -> str:
@@ -88,9 +91,15 @@ class Kernel:
         self.trace = ""  #: of the last error
         self.prompts: list[str] = []  #: by which cells have asked
 
-    def run(self, code: str, interrupt_at: str = "", answers: Sequence[str] | None = None) -> str:
-        """The printed text, or the error's name. Interrupts the cell when it has printed that. ``answers``: what is
-        typed where it asks; None: it can't ask."""
+    def run(
+        self,
+        code: str,
+        interrupt_at: str = "",
+        answers: Sequence[str] | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> str:
+        """The printed text, or the error's name. Interrupts the cell when it has printed that, and ``before`` was
+        called. ``answers``: what is typed where it asks; None: it can't ask."""
         self.text, out, left = "", [], list(answers or ())
 
         def answer(message: dict[str, Any]) -> None:
@@ -101,6 +110,7 @@ class Kernel:
             if message["msg_type"] == "stream":
                 out.append(message["content"]["text"])
                 if interrupt_at and interrupt_at in out[-1]:
+                    before()
                     self.manager.interrupt_kernel()
 
         reply = self.client.execute_interactive(
@@ -167,6 +177,27 @@ def same(found: object, expected: object) -> None:
     assert found == expected, (found, expected)
 
 
+def from_another_terminal(tmp_path: Path) -> None:
+    """`dtrun ps`, `status` and `stack` know the notebook, its cell and the line."""
+    (path,) = (tmp_path / "runtime" / "disttensor").glob("*.sock")
+
+    def dtrun(*words: str) -> str:
+        command = [sys.executable, "-m", "dtrun", *words]
+        return subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=HANG).stdout
+
+    waits = r"node 1 at Cell In\[\d+\], line 2"
+    shown = dtrun("ps")
+    assert re.search(rf"(?m)^{path.stem} +train\.ipynb +2 .* waits [\d.]+ s for {waits}$", shown), shown
+    shown = dtrun("status", path.stem)
+    waits = r"waits for node 1 since [\d.]+ s at Cell In\[\d+\], line 2: dt\.run\(nap, node=1\),"
+    assert re.match(rf"train\.ipynb on \S+, pid {path.stem}: {waits}", shown), shown
+    assert re.search(r"(?m)^1 .* running nap\(\) .* +Cell In\[\d+\], line 2 ", shown), shown
+    shown = dtrun("stack", path.stem)
+    main = next(it for it in shown.split("\n\n") if it.startswith("thread MainThread:"))
+    assert re.search(r"(?m)^  Cell In\[\d+\], line 2 in <module>$", main), shown
+    assert re.search(r"(?m)^  Cell In\[\d+\], line 1 in nap$", shown), shown
+
+
 def story(kernel: Kernel, tmp_path: Path) -> None:
     same(kernel.run(START), "")
     # all of it, in its cell, in order; not in that of the next one
@@ -187,7 +218,7 @@ def story(kernel: Kernel, tmp_path: Path) -> None:
     same(re.findall(r"File.*/disttensor/.*", kernel.trace), [])
     # interrupted while it waits for a node, and while it computes
     nap = "def nap(): print('asleep'); time.sleep(600)\ndt.run(nap, node=1)"
-    same(kernel.run(nap, "asleep"), "KeyboardInterrupt")
+    same(kernel.run(nap, "asleep", before=lambda: from_another_terminal(tmp_path)), "KeyboardInterrupt")
     work = "x = torch.ones(3, device='node:0')\nprint('go')\nwhile True: x = x + 1"
     same(kernel.run(work, "go"), "KeyboardInterrupt")
     same(kernel.run("print((torch.ones(3, device='node:0') + 1).tolist())"), "[2, 2, 2]\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -84,6 +86,40 @@ def test_modules_beside_the_script(hosts: Hosts, there: str) -> None:
     assert "['left 42', 'right 42'] 42\n" in out
     assert f'File "{project}/helper/tools.py", line 2, in fail\n    def fail(): raise ValueError(answer())' in out
     assert "ValueError: 42" in out
+
+
+SLEEPS = """
+import sys, threading, disttensor as dt
+def nap():
+    print("asleep", flush=True)
+    threading.Event().wait()
+with dt.init_master_worker():
+    work = dt.submit(nap, node=1)
+    sys.stdin.read()
+    work.cancel()
+"""
+
+
+def test_a_job_is_seen_on_the_host_of_its_nodes(hosts: Hosts) -> None:
+    """Both hosts have one /tmp, so that each sees the other one's socket as well; numbers of processes are its own."""
+    (hosts.folder / "sleeps.py").write_text(SLEEPS)
+    with hosts.start("dtrun", "--hosts", "left,right", "sleeps.py", stdin=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        while "[node 1] asleep" not in (line := job.stdout.readline()):
+            assert line, job.communicate()
+        shown = hosts.run("dtrun", "ps", host="right").stdout
+        row = re.search(r"(?m)^(\d+) +sleeps\.py +1 +right +[\d:]+  its script runs on left, pid (\d+)$", shown)
+        assert row, shown
+        agent, script = row.groups()
+        status = hosts.run("dtrun", "status", agent, host="right").stdout
+        assert status.startswith(f"its script, sleeps.py, runs on left: `dtrun status {script}` there has more\n")
+        assert re.search(r"(?m)^1 +running a function", status), status
+        assert " in nap\n" in hosts.run("dtrun", "stack", agent, host="right").stdout
+        assert hosts.run("dtrun", "logs", agent, host="right").stdout == "[node 1] asleep\n"
+        assert job.communicate(timeout=HANG) == ("", "")
+        assert job.returncode == 0
+    hosts.settle(10)
+    assert agent not in hosts.run("dtrun", "ps", host="right").stdout
 
 
 def test_check_of_hosts_with_ipv6(hosts: Hosts) -> None:

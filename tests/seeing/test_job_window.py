@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from disttensor.runtime.host.job_sockets import FoundJob, JobRequest, JobSocketE
 from disttensor.runtime.host.job_window import JobWindow
 from disttensor.runtime.host.socket_folder import NotOurs
 from disttensor.runtime.process.lifetime import process_stat
+from disttensor.runtime.protocol import bundle
 
 asked: list[JobRequest] = []
 
@@ -344,10 +346,19 @@ def test_nodes_that_are_threads(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_job_may_have_no_socket(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor have its nodes' hosts, which hear nothing of the script."""
+    told, make = list[object](), bundle.Bundle
+
+    def told_of(**named: Any) -> bundle.Bundle:
+        told.append(named["script"])
+        return make(**named)
+
+    monkeypatch.setattr(bundle, "Bundle", told_of)
     monkeypatch.setenv(job_sockets.NO_SOCKET, "1")
     with dt.init_master_worker(nodes=1, launcher="inproc"):
         assert job_sockets.find_jobs() == []
     assert [*runtime.iterdir()] == []
+    assert told == [None]
 
 
 @pytest.mark.parametrize(("mode", "level"), [(0o755, "WARNING"), (0o000, "INFO")])

@@ -22,7 +22,7 @@ from checkout import ROOT
 from job_folders import job_folder
 from limits import HANG
 
-from disttensor.cli.top import _ENTER, _LEAVE, Screen
+from disttensor.cli.top import _ENTER, _LEAVE, SORTS, Screen
 from disttensor.runtime.host import job_sockets
 from disttensor.runtime.host.job_sockets import (
     JobAnswer,
@@ -90,6 +90,21 @@ def test_eighty_columns() -> None:
         "",
         "q quit  n node  s sort  p stack  l output  k kill",
     ]
+
+
+def test_nodes_whose_script_is_on_another_host() -> None:
+    """Of these only the script knows what is behind and held."""
+    screen = Screen()
+    screen.status = status([node(rank, host="b", line="", behind=None, tensors=None, bytes=None) for rank in (2, 3)])
+    screen.status["script"].update(waits=[], commands=None, rss=None)
+    for _ in SORTS:
+        assert texts(screen, 80, 5)[:4] == [
+            "train.py  pid 4711  2 nodes on 1 host  up 00:00:00",
+            "NODE  HOST  STATE                                           BEHIND  CPU   RSS  HELD",
+            "main  a     runs there: `dtrun top` there has more               -    -     -     -",
+            "2     b     running aten::mm                                     -  98%  1.4G     -",
+        ]
+        screen.sort += 1
 
 
 def test_two_hundred_columns_have_room_for_all() -> None:
