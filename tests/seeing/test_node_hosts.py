@@ -64,7 +64,9 @@ class Tree:
         found = list[Started | Exited | Sight]()
         while len(found) < count:
             assert select.select([self.launcher], [], [], HANG)[0]
-            found += [it for it in self.launcher.events() if isinstance(it, kind)]
+            events = self.launcher.events()
+            assert kind is Exited or not any(isinstance(it, Exited) for it in events), events
+            found += [it for it in events if isinstance(it, kind)]
         return found
 
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -98,11 +99,13 @@ def test_nodes_whose_script_is_on_another_host() -> None:
     screen.status = status([node(rank, host="b", line="", behind=None, tensors=None, bytes=None) for rank in (2, 3)])
     screen.status["script"].update(waits=[], commands=None, rss=None)
     for _ in SORTS:
-        assert texts(screen, 80, 5)[:4] == [
+        shown = [re.sub(" {2,}", "  ", text) for text in texts(screen, 80, 8)]
+        assert shown[:5] == [
             "train.py  pid 4711  2 nodes on 1 host  up 00:00:00",
-            "NODE  HOST  STATE                                           BEHIND  CPU   RSS  HELD",
-            "main  a     runs there: `dtrun top` there has more               -    -     -     -",
-            "2     b     running aten::mm                                     -  98%  1.4G     -",
+            "NODE  HOST  STATE  BEHIND  CPU  RSS  HELD",
+            "main  a  runs there: `dtrun top` there has more  -  -  -  -",
+            "2  b  running aten::mm  -  98%  1.4G  -",
+            "3  b  running aten::mm  -  98%  1.4G  -",
         ]
         screen.sort += 1
 
