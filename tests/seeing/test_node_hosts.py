@@ -246,10 +246,12 @@ def test_a_host_may_have_none(why: str, monkeypatch: pytest.MonkeyPatch) -> None
                 (folder / "b" / "disttensor").mkdir(parents=True)
                 (folder / "b" / "disttensor").chmod(0o777)
         tree = Tree({"b": 1}, None if why == "the script's variable" else SCRIPT)
-        tree.launcher.glance(0)
-        tree.until(Sight)
-        assert [*folder.glob("**/*.sock")] == []
-        tree.launcher.stop(0)
+        try:
+            tree.launcher.glance(0)
+            tree.until(Sight)
+            assert [*folder.glob("**/*.sock")] == []
+        finally:
+            tree.launcher.stop(0)
 
 
 def test_a_job_of_real_nodes(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
