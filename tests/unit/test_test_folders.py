@@ -45,6 +45,7 @@ NAMESAKES = {
     "launch/test_process_group_programs.py": "process groups, as torch has them",
     "launch/test_process_groups.py": "process groups, as torch has them",
     "ops/test_views.py": "views as torch has them",
+    "seeing/test_node_hosts.py": "what is seen on hosts where only nodes run",
     "tasks/test_nodes.py": "dt.nodes()",
     "training/test_data_parallel.py": "DataParallel",
 }
