@@ -131,6 +131,7 @@ def rare(
 ) -> Any:
     """Issues a call that returns several tensors, or writes some: the kinds that `dispatch` does not issue itself."""
     box, session = plan.place.outbox, plan.place.session
+    commands = box.commands
     site = here()
     kind = plan.kind
     if kind == WARNS:
@@ -154,7 +155,6 @@ def rare(
             result = tree_map(one, shapes)
         if plan.heavy:
             box.free_dead()
-        commands = box.commands
         commands += (make(plan.template, out, tuple(call)), site)
     else:
         targets = [args[w] if isinstance(w, int) else kwargs[w] for w in entry.returned]
@@ -166,10 +166,9 @@ def rare(
         if kind == RESHAPED:
             _reshape(entry, plan, args, kwargs, call, out, site, make)
         else:
-            commands = box.commands
             commands += (make(plan.template, out, tuple(call)), site)
         result = targets[0] if len(targets) == 1 else tuple(targets) if targets else None
-    if len(box.commands) >= box.limit:
+    if len(commands) >= box.limit:
         session.flush(box)
     return result
 

@@ -23,11 +23,12 @@ import msgspec
 
 from ..runtime.channel.base import MASTER
 from ..runtime.master.failures import Site
-from ..runtime.master.looking_in import ROOM, NodeEvent
+from ..runtime.master.looking_in import COMMANDS, ROOM, NodeEvent
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from .arrows import Arrow, Arrows, At, PointOf, plain_number
-from .recording import IssuedCommand, LineNames, NodeRecord, ProfileRecord
+from .recording import LineNames, NodeRecord, ProfileRecord
+from .timed_commands import IssuedCommand
 
 #: Seconds between two commands of a line from which on they are two slices.
 GAP = 1e-3
@@ -103,7 +104,7 @@ class ChromeTrace:
             }
             for rank, node in record.nodes.items()
         }
-        return {"room": ROOM, "dropped": record.dropped, "nodes": nodes}
+        return {"room": ROOM, "commands": COMMANDS, "dropped": record.dropped, "nodes": nodes}
 
     # ---- moments -----------------------------------------------------------------------------------------------------
 

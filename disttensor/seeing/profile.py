@@ -145,8 +145,9 @@ def profile(path: str | os.PathLike[str] | None = None) -> Profile:
     """Records a timeline of a ``with`` block: what the script issues and waits for, what each node does, what travels
     between them, and which of it belongs together.
 
-    The file opens in Perfetto (https://ui.perfetto.dev), chrome://tracing and TensorBoard. Each process keeps its last
-    100,000 events. At its end the block waits until the nodes have done what was issued, unless it ends by an error.
+    The file opens in Perfetto (https://ui.perfetto.dev), chrome://tracing and TensorBoard. The last million commands
+    are kept, and of all else the last 100,000 events of each process. At its end the block waits until the nodes have
+    done what was issued, unless it ends by an error.
 
     Args:
         path: the file; compressed if the name ends in ``.gz``, and a page as that of ``dt.seeing.report`` if it ends in

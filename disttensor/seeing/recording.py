@@ -1,9 +1,12 @@
 """Records the events of a profile: of the script's end, and of each node's, in rings that forget the oldest.
 
     script  seam (process/observing.py)  --> Recording's listeners   --> rings here
+            queues, its notes            --> the time, line and thread of each command
     node    its seam --> node/gathering.py, a ring there --> LookingIn.fetch, by the side channel --> NodeRecord
+            its loop --> the time at which each command begins, by the same way
 
-Nothing is computed while it records: what belongs to what is found afterwards (arrows.py, chrome_trace.py).
+Nothing is computed while it records: what belongs to what is found afterwards (timed_commands.py, arrows.py,
+chrome_trace.py). Of each command only the time is noted, at either end, as anything more would cost too much.
 """
 
 from __future__ import annotations
@@ -20,34 +23,27 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ..dispatch.call_site import here
 from ..runtime.master.failures import Site, short_line
 from ..runtime.master.link import Link
-from ..runtime.master.looking_in import ROOM, NodeEvent, NodeEvents
-from ..runtime.process.observing import CommandIssued, MessageSent, NodeGone, Point, TransferDone, WaitEnded
+from ..runtime.master.looking_in import COMMANDS, ROOM, CommandTimes, NodeEvent, NodeEvents
+from ..runtime.process.observing import IssueNotes, MessageSent, NodeGone, Point, TransferDone, WaitEnded
 from ..runtime.process.signals import uninterrupted
+from ..runtime.protocol import commands as c
 from ..runtime.protocol import side
 from ..runtime.protocol.errors import DisttensorError
 from . import regions
+from .timed_commands import IssuedCommand, NamedCommands, SentMessage, issued_commands, node_events, to_keep
 
 #: The points of nodes at which a profile listens.
-POINTS: tuple[side.Point, ...] = ("collective", "commands", "function", "graph", "transferred")
-#: The most bytes of messages that are kept: functions travel in them.
+POINTS: tuple[side.Point, ...] = ("collective", "function", "graph", "timed", "transferred")
+#: The most bytes of messages that are kept, without the functions and other data that travel in them.
 MOST_BYTES = 64 << 20
+#: The number of commands sent between two looks whether more notes are kept than need be.
+TRIMMED = COMMANDS // 4
 #: Seconds in which a node says what it has recorded. Its side channel answers whatever the node is at.
 ANSWER = 5.0
 #: How often each node is asked for the time at either end of a profile: the shortest way there and back counts.
 TRIES = 4
 
 T = TypeVar("T")
-
-
-class IssuedCommand(NamedTuple):
-    """A command that a line has issued."""
-
-    at: float
-    nodes: tuple[int, ...]
-    stream: str
-    kind: type  #: of the command
-    site: Site | None
-    thread: int
 
 
 class Waited(NamedTuple):
@@ -68,16 +64,6 @@ class Named(NamedTuple):
     began: float
     name: str
     thread: int
-
-
-class SentMessage(NamedTuple):
-    """A message of commands that has left."""
-
-    at: float
-    node: int
-    number: int  #: of its first command
-    sites: tuple[Site | None, ...]
-    message: bytes
 
 
 class Loss(NamedTuple):
@@ -106,17 +92,21 @@ class EventRing(Generic[T]):
 
 
 class MessageRing:
-    """The last messages, with at most ``ROOM`` commands and ``MOST_BYTES``. Its caller holds the link's lock."""
+    """The last messages, with at most ``COMMANDS`` and ``MOST_BYTES``. Its caller holds the link's lock."""
 
-    def __init__(self, room: int = ROOM, most: int = MOST_BYTES) -> None:
+    def __init__(self, room: int = COMMANDS, most: int = MOST_BYTES) -> None:
         self._kept: deque[SentMessage] = deque()
         self._room, self._most = room, most
         self._commands = self._bytes = self._dropped = 0
 
     def append(self, sent: SentMessage) -> None:
         self._kept.append(sent)
-        self._commands += len(sent.sites)
-        self._bytes += len(sent.message)
+        self._commands = commands = self._commands + len(sent.sites)
+        self._bytes = size = self._bytes + len(sent.message)
+        if commands > self._room or size > self._most:
+            self._forget()
+
+    def _forget(self) -> None:
         while self._commands > self._room or self._bytes > self._most:
             old = self._kept.popleft()
             self._commands -= len(old.sites)
@@ -136,6 +126,7 @@ class NodeRecord:
     host: str = ""
     device: str = "cpu"
     events: list[NodeEvent] = field(default_factory=list)
+    times: list[CommandTimes] = field(default_factory=list)  #: of the commands that are not among the events yet
     dropped: int = 0  #: events that are missing, as there were more than the node keeps
     ahead: float = 0.0  #: seconds by which its clock is ahead of the script's
     within: float = float("inf")  #: by how many seconds that may be wrong
@@ -165,7 +156,7 @@ class ProfileRecord:
 class Looks(Protocol):
     """The way to nodes' events: ``LookingIn``."""
 
-    def watch(self, ranks: Iterable[int], points: Collection[Any], room: int = ROOM) -> None: ...
+    def watch(self, ranks: Iterable[int], points: Collection[Any], room: int = ROOM, commands: int = 0) -> None: ...
 
     def fetch(self, rank: int, timeout: float = ANSWER) -> NodeEvents: ...
 
@@ -177,16 +168,18 @@ class Recording:
         """``looking``: the way to nodes' events, where it is not the link's own."""
         self._link = link
         self._looking: Looks = link.looking if looking is None else looking
-        self._issued, self._waits = EventRing[IssuedCommand](), EventRing[Waited]()
+        self._issued, self._untrimmed = IssueNotes(COMMANDS), TRIMMED
+        self._waits = EventRing[Waited]()
         self._transfers, self._losses, self._regions = EventRing[TransferDone](), EventRing[Loss](), EventRing[Named]()
         self._sent = MessageRing()
         self._nodes: dict[int, NodeRecord] = {}
         self._began = self._ended = 0.0
         self._wall = 0
         self._last: dict[int, int] = {}
+        self._before: dict[int, list[SentMessage]] = {}  #: by node: what was sent last before the begin
+        self._defined: dict[int, dict[int, c.Define]] = {}  #: by node: the templates that it knew then
         seam = link.seam
         self._listeners: list[tuple[Point[Any], Callable[[Any], None]]] = [
-            (seam.issued, self._note_issued),
             (seam.sent, self._note_sent),
             (seam.waited, self._note_waited),
             (seam.transferred, self._transfers.append),
@@ -201,7 +194,7 @@ class Recording:
         """
         link = self._link
         ranks = [node.rank for node in link.nodes if node.lost is None]
-        self._looking.watch(ranks, POINTS)
+        self._looking.watch(ranks, POINTS, ROOM, COMMANDS)
         for rank in ranks:
             hello = link.nodes[rank].said_hello
             devices = link.nodes[rank].devices
@@ -222,8 +215,14 @@ class Recording:
     def _add_listeners(self) -> None:
         link = self._link
         with link.lock:
+            for rank in self._nodes:
+                node = link.nodes[rank]
+                self._defined[rank] = dict(node.defined)
+                kept = [SentMessage(0.0, rank, *record) for record in node.outbox.last_records()]
+                self._before[rank] = kept[::-1]
             for point, listener in self._listeners:
                 point.add(listener)
+            link.note_issued(self._issued)
             self._began, self._wall = link.clock.now(), time_ns()
 
     @uninterrupted
@@ -233,6 +232,8 @@ class Recording:
         with link.lock:
             for point, listener in self._listeners:
                 point.remove(listener)
+            if link.seam.notes is self._issued:
+                link.note_issued(None)
             if not self._ended:
                 self._ended = link.clock.now()
                 self._last = {node.rank: node.outbox.sent for node in link.nodes}
@@ -247,6 +248,7 @@ class Recording:
                 for _ in range(TRIES):
                     found = self._looking.fetch(rank, ANSWER)
                     node.events += found.events
+                    node.times += found.times
                     node.dropped += found.dropped
                     _keep_clock(node, found)
                 node.missing = ""
@@ -265,8 +267,10 @@ class Recording:
         dropped = dict[str, int]()
         names = {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
         names[threading.main_thread().ident or 0] = ""
-        issued, dropped["issued"] = self._issued.kept_events()
         sent, dropped["sent"] = self._sent.kept_events()
+        issued, dropped["issued"] = issued_commands(self._issued.noted, sent), self._issued.dropped
+        for node in self._nodes.values():
+            self._name_commands(node, sent)
         waits, dropped["waits"] = self._waits.kept_events()
         transfers, dropped["transfers"] = self._transfers.kept_events()
         losses, dropped["losses"] = self._losses.kept_events()
@@ -276,14 +280,22 @@ class Recording:
             named, self._nodes, self._last, names, dropped,
         )  # fmt: skip
 
+    def _name_commands(self, node: NodeRecord, sent: Iterable[SentMessage]) -> None:
+        """Makes events of the times that a node has told of."""
+        defined = self._defined.get(node.rank, {}) | self._link.nodes[node.rank].defined
+        messages = [*self._before.get(node.rank, ()), *(each for each in sent if each.node == node.rank)]
+        times, node.times = node.times, []
+        node.events += node_events(node.rank, times, NamedCommands(messages, defined))
+        node.events.sort(key=lambda event: event.at)
+
     # ---- listeners ---------------------------------------------------------------------------------------------------
 
-    def _note_issued(self, event: CommandIssued) -> None:
-        kind = type(event.command)
-        self._issued.append(IssuedCommand(event.at, event.nodes, event.stream, kind, event.site, threading.get_ident()))
-
     def _note_sent(self, event: MessageSent) -> None:
-        self._sent.append(SentMessage(event.at, event.node, event.number, tuple(event.sites), event.message))
+        self._sent.append(to_keep(event))
+        self._untrimmed -= len(event.sites)
+        if self._untrimmed < 0:
+            self._issued.trim()
+            self._untrimmed = TRIMMED
 
     def _note_waited(self, event: WaitEnded) -> None:
         self._waits.append(Waited(event.at, event.began, event.node, event.request, here(), threading.get_ident()))

@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from operator import sub
+from threading import get_ident
 from typing import Any
 
 from ..process.observing import CommandIssued, ScriptSeam
@@ -74,20 +75,48 @@ def _nowhere(rank: int) -> str:
 class ToldQueue:
     """Takes the place of a queue for issuing threads while observers listen, and tells them of each command."""
 
-    __slots__ = ("_queue", "_ranks", "_seam")
+    __slots__ = ("_noted", "_queue", "_ranks", "_seam")
 
-    def __init__(self, ranks: tuple[int, ...], queue: list[Any], seam: ScriptSeam) -> None:
-        self._ranks, self._queue, self._seam = ranks, queue, seam
+    def __init__(
+        self, ranks: tuple[int, ...], queue: list[Any], seam: ScriptSeam, noted: list[Any] | None = None
+    ) -> None:
+        """``noted``: where it is noted what is issued, too, with the same times."""
+        self._ranks, self._queue, self._seam, self._noted = ranks, queue, seam, noted
 
     def __iadd__(self, items: tuple[Any, ...]) -> ToldQueue:
         self._queue += items
         now, issued = self._seam.clock.now(), self._seam.issued
+        if self._noted is not None:
+            self._noted += (now, items[1], get_ident())
         for command, site in zip(items[::2], items[1::2], strict=True):
             stream = ""
             if type(command) is c.On:
                 stream, command = str(command.stream), command.command
             issued.notify(CommandIssued(now, self._ranks, stream, command, site))
         return self
+
+    extend = __iadd__
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+
+class NotedQueue:
+    """Takes the place of a queue for issuing threads while it is noted what is issued."""
+
+    __slots__ = ("_noted", "_now", "_queue")
+
+    def __init__(self, queue: list[Any], noted: list[Any], now: Callable[[], float]) -> None:
+        self._queue, self._noted, self._now = queue, noted, now
+
+    def __iadd__(self, items: tuple[Any, ...]) -> list[Any]:
+        """Notes one line, of which all commands of a call are. Returns the queue itself: who appends asks for its
+        length next, which is quicker so."""
+        noted = self._noted
+        noted += (self._now(), items[1], get_ident())  # at once: other threads append, too
+        queue = self._queue
+        queue += items
+        return queue
 
     extend = __iadd__
 
@@ -102,6 +131,7 @@ class CommandQueue:
         "_entry",
         "_gone",
         "_holds",
+        "_noted",
         "_observers",
         "_routes",
         "_taking",
@@ -141,10 +171,13 @@ class CommandQueue:
         self.ranks = ranks  #: of the members
         self.queue: list[c.Command | Site | None] = []
         #: the object that issuing threads append to: the queue, or a Tap while one of them has a route. To be read into
-        #: a local name first: `+=` on this attribute could undo a change that another thread's `add_route` just made
+        #: a local name first: `+=` on this attribute could undo a change that another thread's `add_route` just made.
+        #: To be read for each `+=`: that of a NotedQueue gives the queue
         self.commands: Any = self.queue
-        self._entry: Any = self.queue  #: the queue, or a ToldQueue: where commands go that are past any route
+        #: where commands go that are past any route: the queue, or a NotedQueue or ToldQueue
+        self._entry: Any = self.queue
         self._observers: ScriptSeam | None = None
+        self._noted: tuple[list[Any], Callable[[], float]] | None = None
         self._routes = 0
         self.dead: list[int] = []
         #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
@@ -192,16 +225,22 @@ class CommandQueue:
             self._routes += by
             self._switch()
 
-    def observe(self, seam: ScriptSeam | None) -> None:
-        """Has the observers at ``issued`` told of each command from now on, except frees; None: nobody."""
+    def observe(self, seam: ScriptSeam) -> None:
+        """Has the observers at ``issued``, if there are any, told of each command from now on, except frees; has it
+        noted where there are ``notes``."""
         with self._taking:
-            self._observers = seam
+            self._observers = seam if seam.issued.listeners else None
+            notes = seam.notes
+            self._noted = None if notes is None else (notes.of(self.ranks), seam.clock.now)
             self._switch()
 
     def _switch(self) -> None:
         """Has issuing threads append to what the routes and the observers want."""
-        seam = self._observers
-        self._entry = self.queue if seam is None else ToldQueue(self.ranks, self.queue, seam)
+        seam, noted = self._observers, self._noted
+        if seam is not None:
+            self._entry = ToldQueue(self.ranks, self.queue, seam, None if noted is None else noted[0])
+        else:
+            self._entry = self.queue if noted is None else NotedQueue(self.queue, *noted)
         self.commands = Tap(self.ranks, self._entry) if self._routes else self._entry
 
     def add(self, command: c.Command, site: Site | None = None) -> bool:

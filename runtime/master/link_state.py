@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from ..process.clock import CLOCK, Clock
-from ..process.observing import ScriptSeam
+from ..process.observing import IssueNotes, ScriptSeam
 from ..process.signals import Interrupts, uninterrupted
 from ..transport.base import Hub
 from . import unusable
@@ -167,6 +167,12 @@ class LinkState:
         with self.lock:
             return self.issued()
 
+    def note_issued(self, notes: IssueNotes | None) -> None:
+        """Has it noted there what is issued from now on; None: nowhere."""
+        with self.lock:
+            self.seam.notes = notes
+            self.watch_queues()
+
     def watch_queues(self) -> None:
         """Has all queues tell of what is issued while observers listen to that, and not otherwise."""
         with self.lock:
@@ -175,7 +181,7 @@ class LinkState:
 
     def watch(self, queue: CommandQueue) -> None:
         """Has a queue tell of what is issued, or not. The caller holds the lock."""
-        queue.observe(self.seam if self.seam.issued.listeners else None)
+        queue.observe(self.seam)
 
     def set_notes(self, ranks: Iterable[int], words: str) -> None:
         """Has the failures of what is issued to nodes from now on say what the script was at, until the next note."""

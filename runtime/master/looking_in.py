@@ -10,9 +10,10 @@ watched.
 from __future__ import annotations
 
 import select
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,21 +21,22 @@ from ..process.clock import clock_name
 from ..process.observing import MessageSent
 from ..process.signals import uninterrupted
 from ..protocol import codec, side
-from ..protocol.errors import DisttensorError
+from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import position
 from .failures import Site
 from .link_state import LinkState
 from .node import Node
 from .side_channels import Answered, SideChannels
 
-#: The events that a node keeps between two fetches, and the commands of a node whose lines are kept.
-ROOM = 100_000
+#: The events that a node keeps between two fetches, and the commands whose times it keeps. For as many their lines are
+#: kept here.
+ROOM, COMMANDS = 100_000, 1_000_000
 #: Seconds between two looks for an answer: another thread may have taken it.
 LOOK = 0.05
 
 
 #: The lines of a node's commands, by message: (number of its first command, lines).
-Lines: TypeAlias = list[tuple[int, list[Site | None]]]
+Lines: TypeAlias = list[tuple[int, Sequence[Site | None]]]
 
 
 class NodeEvent(NamedTuple):
@@ -54,6 +56,19 @@ class NodeEvent(NamedTuple):
     site: Site | None  #: the line that has issued the command
 
 
+class CommandTimes(NamedTuple):
+    """The moments at which a node began with commands that follow each other, each the end of the one before."""
+
+    number: int  #: of the first command
+    moments: array[float]
+    is_over: bool  #: whether the last moment is an end, and not the begin of one more command
+
+    @property
+    def commands(self) -> range:
+        """The numbers of the commands."""
+        return range(self.number, self.number + len(self.moments) - self.is_over)
+
+
 @dataclass(frozen=True)
 class NodeEvents:
     """The events that a node's observers have noted since the last fetch."""
@@ -63,6 +78,7 @@ class NodeEvents:
     ahead: float  #: seconds by which the node's clock is ahead of the script's; 0 where both have one
     within: float  #: by how many seconds that may be wrong
     shares_clock: bool = False  #: whether the node has the script's clock
+    times: tuple[CommandTimes, ...] = ()  #: those of commands, where nothing else was noted of them
 
 
 class LookingIn:
@@ -77,25 +93,26 @@ class LookingIn:
         #: by worker, its rank and incarnation, as each counts from 0: the number of the event that comes next
         self._next: dict[tuple[int, int], int] = {}
         #: by rank: the lines of messages that have left while it was watched
-        self._sites: dict[int, deque[tuple[int, list[Site | None]]]] = {}
+        self._sites: dict[int, deque[tuple[int, Sequence[Site | None]]]] = {}
 
-    def watch(self, ranks: Iterable[int], points: Collection[str], room: int = ROOM) -> None:
-        """Has observers at these points of nodes' seams note what happens there, and at no others; none: nowhere. Does
-        not wait: a node has heard of it when a ``fetch`` that begins afterwards has returned.
+    def watch(self, ranks: Iterable[int], points: Collection[str], room: int = ROOM, commands: int = 0) -> None:
+        """Has observers at these points of nodes' seams note what happens there, and at no others; none: nowhere. A
+        node keeps the last ``room`` events, and the times of the last ``commands``. Does not wait: a node has heard of
+        it when a ``fetch`` that begins afterwards has returned.
 
         Raises ValueError for a point that nodes don't have, DisttensorError for nodes without a side channel.
         """
         if missing := sorted({*points} - {*side.POINTS}):
             raise ValueError(f"there is no point {missing[0]!r} of a node; there are {', '.join(side.POINTS)}")
-        self._watch([*ranks], tuple(name for name in side.POINTS if name in points), room)
+        self._watch([*ranks], tuple(name for name in side.POINTS if name in points), room, commands)
 
     @uninterrupted
-    def _watch(self, ranks: list[int], points: tuple[side.Point, ...], room: int) -> None:
+    def _watch(self, ranks: list[int], points: tuple[side.Point, ...], room: int, commands: int) -> None:
         state = self._state
         with state.lock:
             for rank in ranks:
                 self._check(state.nodes[rank])
-                self._side.watch(state.nodes[rank], points, room)
+                self._side.watch(state.nodes[rank], points, room, commands)
             before = bool(self._watched)
             self._watched = self._watched | {*ranks} if points else self._watched - {*ranks}
             if not before and self._watched:
@@ -125,23 +142,26 @@ class LookingIn:
         """Fetches what a node's observers have noted since the last fetch. Waits for its answer, which comes whatever
         the node is at.
 
-        Raises TimeoutError after ``timeout`` seconds without one, NodeLost, DisttensorError after shutdown.
+        Raises TimeoutError after ``timeout`` seconds without one, NodeLost, DisttensorError after shutdown, and
+        ProtocolError for times that can't be those of the node's commands.
         """
-        events, dropped = list[NodeEvent](), 0
+        events, times, dropped = list[NodeEvent](), list[CommandTimes](), 0
         deadline = self._state.clock.now() + timeout
         while True:
             answer = self._exchange(rank, deadline, timeout)
             told, worker = answer.message, self._worker(rank)
             expected = self._next.get(worker, 0)
             dropped += max(0, told.first - expected)
-            self._next[worker] = told.first + len(told.events)
+            self._next[worker] = told.first + sum(map(side.events_in, told.events))
             lines = self._lines(rank)
-            events += [self._event(rank, seen, lines) for seen in told.events]
+            events += [self._event(rank, seen, lines) for seen in told.events if not seen.moments]
+            times += [self._times(rank, seen) for seen in told.events if seen.moments]
             if not (told.more and told.events):
+                found = tuple(events), dropped
                 if told.clock and told.clock == self._clock_name:
-                    return NodeEvents(tuple(events), dropped, 0.0, 0.0, True)
-                middle = (answer.asked + answer.came) / 2
-                return NodeEvents(tuple(events), dropped, told.now - middle, (answer.came - answer.asked) / 2)
+                    return NodeEvents(*found, 0.0, 0.0, True, tuple(times))
+                ahead, within = told.now - (answer.asked + answer.came) / 2, (answer.came - answer.asked) / 2
+                return NodeEvents(*found, ahead, within, False, tuple(times))
 
     def _exchange(self, rank: int, deadline: float, timeout: float) -> Answered:
         state = self._state
@@ -187,11 +207,27 @@ class LookingIn:
             seen.failed, site,
         )  # fmt: skip
 
+    def _times(self, rank: int, seen: side.Noted) -> CommandTimes:
+        """Returns the times of commands that a node has told of. Raises ProtocolError for commands that it was not
+        sent."""
+        try:
+            found = CommandTimes(seen.number, side.moments_in(seen), seen.kind != "timing")
+        except ProtocolError as e:
+            raise ProtocolError(f"node {rank} has told of its commands what can't be: {e}") from None
+        sent = self._state.nodes[rank].outbox.sent
+        if found.commands.start < 0 or found.commands.stop > sent:
+            raise ProtocolError(
+                f"node {rank} has told of its commands what can't be: of number {found.commands.stop - 1}, and it was "
+                f"sent {sent}"
+            )
+        return found
+
     def _note_sites(self, event: MessageSent) -> None:
-        if event.node in self._watched:
-            sites = self._sites.setdefault(event.node, deque())
-            sites.append((event.number, list(event.sites)))
-            while sites[-1][0] - sites[0][0] > ROOM:
+        _, node, number, lines, _ = event
+        if node in self._watched:
+            sites = self._sites.setdefault(node, deque())
+            sites.append((number, lines))
+            while number - sites[0][0] > COMMANDS:
                 sites.popleft()
 
     def _lines(self, rank: int) -> Lines:

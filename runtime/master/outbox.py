@@ -214,8 +214,13 @@ class Outbox(CommandQueue):
     def last_messages(self) -> Iterator[tuple[int, list[tuple[c.Command, Site | None]]]]:
         """Yields the messages that the node was sent last, with at least KEPT commands, the newest first: the number of
         the first command, and all with their sites. Those of long messages are without their data."""
+        for first, sites, kept in self.last_records():
+            yield first, list(zip(codec.decode_batch(kept).commands, sites, strict=True))
+
+    def last_records(self) -> Iterator[tuple[int, list[Site | None], bytes]]:
+        """Yields the same, as it is kept: the number of the first command, the sites, and the message."""
         for end, _, sites, kept in reversed([*self._past, *self._flight]):
-            yield end - len(sites), list(zip(codec.decode_batch(kept).commands, sites, strict=True))
+            yield end - len(sites), sites, kept
 
     def withdraw_unsent(self) -> None:
         """Forgets what has not left: the node is gone."""

@@ -75,12 +75,13 @@ class Tap:
         # what goes to several nodes is for their default streams
         stream = here.streams.get(self._ranks[0], 0) if len(self._ranks) == 1 else 0
         for command, site in zip(items[::2], items[1::2], strict=True):
+            queue = self._queue
             if type(command) not in _ROUTED:
-                self._queue += (command, site)
+                queue += (command, site)
             elif here.recorder is not None:
                 here.recorder.record(self._ranks, stream, command, site)
             else:
-                self._queue += (c.On(stream, command) if stream else command, site)
+                queue += (c.On(stream, command) if stream else command, site)
         return self
 
     extend = __iadd__

@@ -113,9 +113,10 @@ class SideChannels:
             self.cancelled[request] = Cancelled(node, request, self._clock)
             self._queue_word(node, side.encode(side.Cancel(request)))
 
-    def watch(self, node: Node, points: tuple[side.Point, ...], room: int) -> None:
-        """Has a node's observers note what happens at these points, and keep the last ``room`` events."""
-        self._watches[node.rank] = side.encode(side.Watch(points, room))
+    def watch(self, node: Node, points: tuple[side.Point, ...], room: int, commands: int = 0) -> None:
+        """Has a node's observers note what happens at these points, and keep the last ``room`` events, and the times of
+        the last ``commands``."""
+        self._watches[node.rank] = side.encode(side.Watch(points, room, commands))
         self._queue_word(node, self._watches[node.rank])
 
     def ask(self, node: Node, first: int) -> int:

@@ -6,7 +6,7 @@ goes on. A command that reads poison is skipped and passes the poison on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -69,7 +69,7 @@ class CommandExecutor(NodeState):
         if batch.first != self.seq:
             raise ProtocolError(f"batch {batch.first} came where {self.seq} was due: commands were lost or repeated")
         if self._beside:
-            self._schedule(batch, 0)
+            self._schedule(batch.commands, batch.first)
             return
         templates, call, store = self.templates, c.Call, self.store
         for seq, command in enumerate(batch.commands, batch.first):
@@ -84,7 +84,7 @@ class CommandExecutor(NodeState):
                     self.seq = seq
                     self.other(command)
                     if self._beside:
-                        self._schedule(batch, seq + 1 - batch.first)
+                        self._schedule(batch.commands[seq + 1 - batch.first :], seq + 1)
                         return
             except Exception as e:
                 self.seq = seq
@@ -93,6 +93,41 @@ class CommandExecutor(NodeState):
         if store.sending:
             store.wait_for_sends([])  # drops references to tensors whose bytes have left: they may have been freed
 
+    def apply_timed(self, batch: c.Batch, moments: list[float], now: Callable[[], float]) -> None:
+        """Does what ``apply`` does, and notes when it begins with each command, and when it has ended.
+
+        A loop of its own: one that served both would have each command pay for a look whether its time is wanted.
+        """
+        if batch.first != self.seq:
+            self.apply(batch)  # which refuses it
+        templates, call, store, note = self.templates, c.Call, self.store, moments.append
+        if self._beside:
+            self._schedule(_timed(batch.commands, note, now), batch.first)
+            return
+        for seq, command in enumerate(batch.commands, batch.first):
+            note(now())
+            try:
+                if type(command) is call:
+                    template = templates[command.template]
+                    if store.sending and template.mutated:
+                        self.seq = seq
+                        self._wait_for_sends(template, command)
+                    template.run(command.out, command.args)
+                else:
+                    self.seq = seq
+                    self.other(command)
+                    if self._beside:
+                        rest = batch.commands[seq + 1 - batch.first :]
+                        self._schedule(_timed(rest, note, now), seq + 1)
+                        return
+            except Exception as e:
+                self.seq = seq
+                self.failed(command, e)
+        note(now())
+        self.seq = batch.first + len(batch.commands)
+        if store.sending:
+            store.wait_for_sends([])
+
     def one(self, command: c.Command) -> None:
         """Applies a command that a graph has recorded."""
         try:
@@ -100,17 +135,17 @@ class CommandExecutor(NodeState):
         except Exception as e:
             self.failed(command, e)
 
-    def _schedule(self, batch: c.Batch, start: int) -> None:
-        """Applies a batch on a node with streams, whose lanes run the commands."""
-        lanes = self._lanes
+    def _schedule(self, commands: Iterable[c.Command], first: int) -> None:
+        """Applies commands, numbered from ``first``, on a node with streams, whose lanes run them."""
+        lanes, seq = self._lanes, first - 1
         assert lanes is not None
-        for seq, command in enumerate(batch.commands[start:], batch.first + start):
+        for seq, command in enumerate(commands, first):
             self.seq = seq
             try:
                 lanes.do(command)
             except Exception as e:
                 lanes.fail(command, e)
-        self.seq = batch.first + len(batch.commands)
+        self.seq = seq + 1
         if self.store.sending:
             self.store.wait_for_sends([])
         if lanes.idle:  # the last stream is gone
@@ -352,3 +387,13 @@ class CommandExecutor(NodeState):
         if poison is None:
             poison = self.report_failure(template.name if template else name_of(command), error)
         self.give_up(command, poison)
+
+
+def _timed(
+    commands: Iterable[c.Command], note: Callable[[float], None], now: Callable[[], float]
+) -> Iterator[c.Command]:
+    """Yields commands; notes when each is asked for, and when all are done."""
+    for command in commands:
+        note(now())
+        yield command
+    note(now())

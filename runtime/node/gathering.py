@@ -3,6 +3,9 @@
     script: Watch   -->  listeners at these points of the node's seam, and at no others; each event is noted
             Gather  -->  the events from a number on, which forgets those before: the script has them
 
+Of the commands of a message only the times are noted (``timed``), by the node's thread, in a list that stays its own:
+it is made an event when the next message begins, or when the script asks in between.
+
 A word may come twice: both do the same again.
 """
 
@@ -23,14 +26,15 @@ from ..process.observing import (
     CommandDone,
     FunctionDone,
     GraphReplayed,
+    MessageBegun,
     NodeSeam,
     Point,
     TransferDone,
 )
 from ..protocol import side
 
-#: The most events of one message.
-PART = 4096
+#: The most events of one message, and bytes of times after which it takes no more.
+PART, PART_BYTES = 4096, 1 << 20
 
 #: What is noted of each event.
 _NOTED: dict[type, Callable[[Any], side.Noted]] = {
@@ -64,42 +68,93 @@ class Gathering:
         self._listeners: dict[str, tuple[Point[Any], Callable[[Any], None]]] = {}
         self._events: deque[side.Noted] = deque()
         self._first = 0  #: the number of the first of them
-        self._room = 0  #: how many there may be
+        self._room = self._commands = 0  #: how many there may be, and commands of which the times are kept
+        self._kept = self._timed = 0  #: how many there are
+        self._message: MessageBegun | None = None  #: the one that is gone through, or was last
+        self._number = 0  #: of the command that began at the first of its moments
+        self._is_told = False  #: whether it is told that it has begun
         #: re-entrant: the collector may end a transfer, of which observers are told, while it is held
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"<Gathering {sorted(self._listeners)} events={len(self._events)}>"
 
-    def watch(self, points: Collection[side.Point], room: int) -> None:
-        """Notes the events of these points from now on, and of no others; keeps the last ``room``."""
+    def watch(self, points: Collection[side.Point], room: int, commands: int = 0) -> None:
+        """Notes the events of these points from now on, and of no others; keeps the last ``room``, and the times of the
+        last ``commands``."""
         found = self._seam.points()
         with self._lock:
-            self._room = room
+            self._room, self._commands = room, commands
+            if "timed" not in points:
+                self._take_moments()
+                self._message = None
             for name in {*self._listeners} - {*points}:
                 point, listener = self._listeners.pop(name)
                 point.remove(listener)
             for name in {*points} - {*self._listeners}:
-                listener = partial(self._keep_event)
+                listener = partial(self._keep_timed if name == "timed" else self._keep_event)
                 self._listeners[name] = found[name], listener
                 found[name].add(listener)
 
     def gather(self, request: int, first: int) -> side.Gathered:
         """Returns the events from number ``first`` on, as many as one message takes, and forgets those before."""
         with self._lock:
+            self._take_moments()
             while self._events and self._first < first:
                 self._drop_oldest()
-            events = tuple(islice(self._events, PART))
+            events, size = list[side.Noted](), 0
+            for event in islice(self._events, PART):
+                events.append(event)
+                size += len(event.moments)
+                if size >= PART_BYTES:
+                    break
             more = len(self._events) > len(events)
-            return side.Gathered(request, self._seam.clock.now(), self._first, events, more, self._clock_name)
+            return side.Gathered(request, self._seam.clock.now(), self._first, tuple(events), more, self._clock_name)
 
     def _keep_event(self, event: Any) -> None:
         seen = _NOTED[type(event)](event)
         with self._lock:
             self._events.append(seen)
-            while len(self._events) > self._room:
+            self._kept += 1
+            while self._kept > self._room:
                 self._drop_oldest()
 
+    def _keep_timed(self, event: MessageBegun | CommandBegun | CommandDone) -> None:
+        if type(event) is not MessageBegun:
+            self._keep_event(event)
+            return
+        with self._lock:
+            if self._message is not None:
+                self._take_moments()
+            self._message, self._number, self._is_told = event, event.number, False
+
+    def _take_moments(self) -> None:
+        """Makes an event of the times that were noted since the last one. The node's thread may note more meanwhile."""
+        if self._message is None:
+            return
+        _, first, commands, moments = self._message
+        number, ended = self._number, len(moments) - 1
+        if number + ended == first + commands:
+            self._message = None
+            if ended:
+                self._append_moments("timed", number, moments, ended)
+        elif ended > 0 or (not ended and not self._is_told):
+            self._append_moments("timing", number, moments[: ended + 1], ended or 1)
+            del moments[:ended]  # what has begun last is told of next, too
+            self._number, self._is_told = number + ended, True
+
+    def _append_moments(self, kind: str, number: int, moments: list[float], events: int) -> None:
+        told = side.moments_of(moments)
+        self._events.append(side.Noted(kind, moments[-1], moments[0], "", number, "", -1, -1, 0, False, told))
+        self._timed += events
+        while self._timed > self._commands:
+            self._drop_oldest()
+
     def _drop_oldest(self) -> None:
-        self._events.popleft()
-        self._first += 1
+        dropped = self._events.popleft()
+        events = side.events_in(dropped)
+        self._first += events
+        if dropped.moments:
+            self._timed -= events
+        else:
+            self._kept -= 1

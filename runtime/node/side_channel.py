@@ -93,7 +93,7 @@ class SideChannel:
             case side.Cancel():
                 self._cancel(word.request)
             case side.Watch():
-                self._gathering.watch(word.points, word.room)
+                self._gathering.watch(word.points, word.room, word.commands)
             case side.Gather():
                 spoke.send(side.encode(self._gathering.gather(word.request, word.first)))
             case side.Describe():

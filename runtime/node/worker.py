@@ -30,7 +30,7 @@ from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
 from ..process import page, role
 from ..process.flight import COUNT
-from ..process.observing import BatchApplied, CommandBegun, CommandDone, NodeSeam
+from ..process.observing import BatchApplied, CommandBegun, CommandDone, MessageBegun, NodeSeam
 from ..process.page import COMMANDS, STREAMS
 from ..process.torch_threads import compute_as_told
 from ..protocol import codec
@@ -131,7 +131,7 @@ class NodeWorker:
         compute_as_told()
         torch.set_grad_enabled(False)
         self._receiver = threading.get_ident()
-        executor, applied, commands = self.executor, self.seam.applied, self.seam.commands
+        executor, seam = self.executor, self.seam
         ahead, mine = Ahead(self._spoke, executor), page.mine
         record, slot = mine.ring.write, mine.ring.slot
         try:
@@ -140,7 +140,7 @@ class NodeWorker:
             while not executor.stopped:
                 batch, size = ahead.next()
                 began = mine.begin_command(batch.first, COMMANDS)
-                if applied.listeners or commands.listeners:
+                if seam.observed:
                     self._apply(batch, size)
                 else:
                     executor.apply(batch)
@@ -170,17 +170,25 @@ class NodeWorker:
     def _apply(self, batch: c.Batch, size: int) -> None:
         """Applies a batch of so many bytes, and tells observers of it, and of each of its commands."""
         seam, rank, now = self.seam, self.bundle.rank, self.seam.clock.now
-        began = now()
+        began, moments = now(), list[float]()
+        timed = seam.timed.listeners
+        if timed:
+            seam.timed.notify(MessageBegun(rank, batch.first, len(batch.commands), moments))
         if seam.commands.listeners:
             for number, command in enumerate(batch.commands, batch.first):
                 what = self.executor.what(command)
                 start = now()
+                moments.append(start)
                 seam.commands.notify(CommandBegun(start, rank, "", number, what, command))
                 self.executor.apply(c.Batch(number, (command,)))
                 seam.commands.notify(CommandDone(now(), start, rank, "", number, what, command))
+            moments.append(now())
+        elif timed:
+            self.executor.apply_timed(batch, moments, now)
         else:
             self.executor.apply(batch)
-        seam.applied.notify(BatchApplied(now(), began, rank, batch.first, len(batch.commands), size))
+        if seam.applied.listeners:
+            seam.applied.notify(BatchApplied(now(), began, rank, batch.first, len(batch.commands), size))
 
     def _emit(self, reply: c.Reply) -> None:
         if type(reply) in _AWAITED:

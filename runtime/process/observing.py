@@ -8,6 +8,8 @@
     node    applied     node/worker.py           the commands of a message have been applied, or given to streams
             commands    node/worker.py           a command begins, and has been applied, or given to a stream
                         node/streams/lanes.py    the same of what a stream does for it
+            timed       node/worker.py           the commands of a message begin; when each does is noted in a list
+                        node/streams/lanes.py    what a stream does for a command begins, and has been done
             collective  node/collectives.py      the node has done its part of a collective
             function    node/executor.py         a function of the user's has ended
                         node/streams/scheduler.py  the same on a stream
@@ -19,6 +21,11 @@ opcodes, per message, transfer or function, and never per command: tests/transpo
 a listener costs. The two points that are told of each command are switched: while somebody listens to ``commands`` a
 node applies each as a batch of its own, and while somebody listens to ``issued`` the queues that issuing threads append
 to are others, which tell of it.
+
+A timeline takes neither, as an event for each command costs as much as the command. What it wants of each is the time,
+at either end: while somebody listens to ``timed`` the node's loop is another one, which appends the time to a list
+before each command, and while there are ``notes`` the queues are others, which append the time, the line and the thread
+to a list. All else is in the messages (seeing/timed_commands.py).
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
 ``lost`` with the link's lock held, of ``transferred`` perhaps in the channel's own thread, which no transfer passes
@@ -97,6 +104,15 @@ class BatchApplied(NamedTuple):
     number: int  #: of its first command
     commands: int  #: how many it has
     bytes: int  #: of the message
+
+
+class MessageBegun(NamedTuple):
+    """The commands of a message that a node begins with, and the times that it notes while it goes through them."""
+
+    node: int
+    number: int  #: of the first command
+    commands: int  #: how many there are
+    moments: list[float]  #: when it began with each, so far; at the end when that was
 
 
 class CommandIssued(NamedTuple):
@@ -185,6 +201,28 @@ class TransferDone(NamedTuple):
     bytes: int
     channel: str  #: the channel's name
     use: str  #: "transfers" or "collectives"
+
+
+class IssueNotes:
+    """The notes of what was issued: flat lists of (time, site, thread, time, ...), by the nodes that it is for."""
+
+    def __init__(self, room: int) -> None:
+        """``room``: for how many commands notes are kept in each list, at least."""
+        self.noted: dict[tuple[int, ...], list[Any]] = {}
+        self.dropped = 0  #: the commands whose notes were forgotten
+        self._room = room
+
+    def of(self, nodes: tuple[int, ...]) -> list[Any]:
+        """Returns the list for what goes to these nodes. Any thread may add a command's three at once."""
+        return self.noted.setdefault(nodes, [])
+
+    def trim(self) -> None:
+        """Forgets the oldest notes of lists that have more than they are to keep."""
+        for noted in self.noted.values():
+            over = len(noted) // 3 - self._room
+            if over > 0:
+                del noted[: 3 * over]
+                self.dropped += over
 
 
 class Point(Generic[E]):
@@ -299,26 +337,43 @@ class Seam:
 class ScriptSeam(Seam):
     """The points of the script's end."""
 
-    __slots__ = ("issued", "lost", "reported", "sent", "waited")
+    __slots__ = ("issued", "lost", "notes", "reported", "sent", "waited")
 
     def __init__(self, clock: Clock = CLOCK) -> None:
         super().__init__(clock=clock)
+        self.notes: IssueNotes | None = None  #: where it is noted what is issued; None: nowhere
         self.issued = SwitchedPoint[CommandIssued]("issued")
         self.sent = Point[MessageSent]("sent")
         self.reported = Point[ReportTaken]("reported")
         self.waited = Point[WaitEnded]("waited")
         self.lost = Point[NodeGone]("lost")
 
+    def forked(self) -> None:
+        super().forked()
+        self.notes = None
+
 
 class NodeSeam(Seam):
     """The points of a node's end."""
 
-    __slots__ = ("applied", "collective", "commands", "function", "graph")
+    __slots__ = ("applied", "collective", "commands", "function", "graph", "observed", "timed")
 
     def __init__(self, node: int, clock: Clock = CLOCK) -> None:
         super().__init__(node, clock)
-        self.applied = Point[BatchApplied]("applied")
-        self.commands = Point[CommandBegun | CommandDone]("commands")
+        self.applied = SwitchedPoint[BatchApplied]("applied")
+        self.commands = SwitchedPoint[CommandBegun | CommandDone]("commands")
         self.collective = Point[CollectiveDone]("collective")
         self.function = Point[FunctionDone]("function")
         self.graph = Point[GraphReplayed]("graph")
+        self.timed = SwitchedPoint[MessageBegun | CommandBegun | CommandDone]("timed")
+        #: whether somebody listens to what happens at each message or command: one look for all of these points
+        self.observed = False
+        for point in (self.applied, self.commands, self.timed):
+            point.switch = self._switch
+
+    def forked(self) -> None:
+        super().forked()
+        self.observed = False
+
+    def _switch(self) -> None:
+        self.observed = bool(self.applied.listeners or self.commands.listeners or self.timed.listeners)

@@ -6,13 +6,23 @@ waiting that is in vain, or concerns what observers see, and changes nothing els
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from math import isfinite
+from operator import le
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
 from .arguments import Message
+from .errors import ProtocolError
 from .framing import Decoder
+
+#: Moments as they are told, and the bytes of one.
+Moments: TypeAlias = bytes
+MOMENT = 8
 
 
 class Gone(Message, frozen=True, tag=1):
@@ -33,7 +43,7 @@ class Cancel(Message, frozen=True, tag=2):
 
 
 #: The points of a node's seam (process/observing.py).
-Point: TypeAlias = Literal["applied", "collective", "commands", "function", "graph", "transferred"]
+Point: TypeAlias = Literal["applied", "collective", "commands", "function", "graph", "timed", "transferred"]
 POINTS: tuple[Point, ...] = get_args(Point)
 
 
@@ -42,6 +52,7 @@ class Watch(Message, frozen=True, tag=3):
 
     points: tuple[Point, ...]
     room: int  #: the most events that the node keeps: the last ones
+    commands: int = 0  #: the most commands whose times it keeps
 
 
 class Gather(Message, frozen=True, tag=4):
@@ -85,6 +96,33 @@ class Noted(Message, frozen=True):
     peer: int = -1
     bytes: int = 0
     failed: bool = False
+    #: for "timed" and "timing": the moments at which commands began, those from ``number`` on, each the end of the one
+    #: before, as doubles (``MOMENT``). The last one is the end of the last command, or of "timing" its begin
+    moments: Moments = b""
+
+
+def moments_in(noted: Noted) -> array[float]:
+    """Returns the moments of a "timed" or "timing". Raises ProtocolError for bytes that are none, and for times that go
+    back."""
+    moments = array("d")
+    if len(noted.moments) % MOMENT or len(noted.moments) < MOMENT * (1 if noted.kind == "timing" else 2):
+        raise ProtocolError(f"{len(noted.moments)} bytes are not the moments of commands")
+    moments.frombytes(noted.moments)
+    if sys.byteorder == "big":
+        moments.byteswap()
+    if not (isfinite(moments[0]) and isfinite(moments[-1]) and all(map(le, moments, moments[1:]))):
+        raise ProtocolError("moments of commands go back, or are none")
+    return moments
+
+
+def moments_of(values: Sequence[float]) -> Moments:
+    """Returns moments as they are told."""
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def events_in(noted: Noted) -> int:
+    """Returns how many events one is: each command of several counts, so that it is known how many were forgotten."""
+    return max(1, len(noted.moments) // MOMENT - 1)
 
 
 class Gathered(Message, frozen=True, tag=1):
@@ -92,7 +130,7 @@ class Gathered(Message, frozen=True, tag=1):
 
     request: int
     now: float  #: what time it is, by the node's clock
-    first: int  #: the number of the first event
+    first: int  #: the number of the first event; each counts as many as it is (``events_in``)
     events: tuple[Noted, ...]
     more: bool  #: whether there are more than one message takes
     clock: str = ""  #: the name of the node's clock (process/clock.py); "" where that isn't known

@@ -204,6 +204,12 @@ def _report(data: bytes) -> None:
                 assert len(str(failure)) < 1 << 17
 
 
+def _answer_beside(data: bytes) -> None:
+    answer = side.decode_answer(data)
+    for event in answer.events if isinstance(answer, side.Gathered) else ():
+        assert len(side.moments_in(event)) <= len(event.moments)
+
+
 def _nested(plain: bytes) -> bytes:
     """A list of a tensor, a tuple and a list, of which the last two are ``plain``."""
     return bytes(4) + b"\x93\xc7\x00\x01\xc7" + bytes([len(plain) % 256, 2]) + plain + plain
@@ -707,7 +713,7 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder(
         "answer beside",
         st.one_of(packed(side.Gathered), packed(side.Described)),
-        side.decode_answer,
+        _answer_beside,
         (ProtocolError,),
     ),
     Decoder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from thread_nodes import thread_nodes
 from trace_schema import check_trace
 
 import disttensor as dt
-from disttensor.runtime.master.looking_in import NodeEvent, NodeEvents
+from disttensor.runtime.master.looking_in import CommandTimes, NodeEvent, NodeEvents
 from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.process.observing import (
     CommandDone,
@@ -46,25 +47,30 @@ class Heard:
         self._gatherings = [Gathering(seam) for seam in seams]
         self._next = [0] * NODES
 
-    def watch(self, ranks: Iterable[int], points: Iterable[Any], room: int = 100_000) -> None:
+    def watch(self, ranks: Iterable[int], points: Iterable[Any], room: int = 100_000, commands: int = 0) -> None:
         for rank in ranks:
-            self._gatherings[rank].watch(tuple(points), room)
+            self._gatherings[rank].watch(tuple(points), room, commands)
 
     def fetch(self, rank: int, timeout: float = 0.0) -> NodeEvents:
-        found, ahead = list[NodeEvent](), AHEAD[rank]
+        found, times, ahead = list[NodeEvent](), list[CommandTimes](), AHEAD[rank]
         while True:
             answer = side.decode_answer(side.encode(self._gatherings[rank].gather(1, self._next[rank])))
             assert isinstance(answer, side.Gathered)
-            self._next[rank] = answer.first + len(answer.events)
+            self._next[rank] = answer.first + sum(map(side.events_in, answer.events))
+            for it in answer.events:
+                if it.moments:
+                    moments = array("d", [moment + ahead for moment in side.moments_in(it)])
+                    times.append(CommandTimes(it.number, moments, it.kind == "timed"))
             found += [
                 NodeEvent(
                     rank, it.kind, it.at + ahead, it.began + ahead, it.stream, it.number, it.what, it.transfer,
                     it.peer, it.bytes, it.failed, None,
                 )
                 for it in answer.events
+                if not it.moments
             ]  # fmt: skip
             if not answer.more:
-                return NodeEvents(tuple(found), 0, ahead, 1e-5)
+                return NodeEvents(tuple(found), 0, ahead, 1e-5, False, tuple(times))
 
 
 @pytest.fixture(scope="module")

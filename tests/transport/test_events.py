@@ -20,6 +20,7 @@ from disttensor.runtime.process.observing import (
     CommandIssued,
     FunctionDone,
     GraphReplayed,
+    MessageBegun,
     MessageSent,
     NodeSeam,
     Point,
@@ -164,6 +165,13 @@ def applied(world: World, event: BatchApplied) -> dict[str, Any]:
     return {"node": 0, "number": event.number, "commands": len(message.sites), "bytes": len(message.message)}
 
 
+def timed(world: World, event: MessageBegun) -> dict[str, Any]:
+    (message,) = [each for each in world.messages if each.number == event.number and each.node == 0]
+    assert len(event.moments) == len(message.sites) + 1
+    assert event.moments == sorted(event.moments)
+    return {"node": 0, "number": event.number, "commands": len(message.sites), "moments": event.moments}
+
+
 def collective(world: World, event: CollectiveDone) -> dict[str, Any]:
     (number,) = world.numbers(1, c.Collective)
     return {
@@ -207,6 +215,9 @@ EVENTS: dict[str, tuple[Callable[[World], None], int, str, type[tuple[Any, ...]]
     "begun on a stream": (on_a_stream, 0, "commands", CommandBegun, begun_on_a_stream),
     "done on a stream": (on_a_stream, 0, "commands", CommandDone, begun_on_a_stream),
     "applied": (multiply, 0, "applied", BatchApplied, applied),
+    "timed": (multiply, 0, "timed", MessageBegun, timed),
+    "begun on a stream, for a timeline": (on_a_stream, 0, "timed", CommandBegun, begun_on_a_stream),
+    "done on a stream, for a timeline": (on_a_stream, 0, "timed", CommandDone, begun_on_a_stream),
     "collective": (reduce, 1, "collective", CollectiveDone, collective),
     "function": (called, 0, "function", FunctionDone, function),
     "function that failed": (fallen, 0, "function", FunctionDone, function),
@@ -226,6 +237,8 @@ BESIDES = {
     "done": lambda event: event.what.startswith("aten::mul"),
     "begun on a stream": lambda event: event.what.startswith("aten::mul") and event.stream,
     "done on a stream": lambda event: event.what.startswith("aten::mul") and event.stream,
+    "begun on a stream, for a timeline": lambda event: event.what.startswith("aten::mul"),
+    "done on a stream, for a timeline": lambda event: event.what.startswith("aten::mul"),
     "issued on a stream": lambda event: type(event.command) is c.Call,
     "sent in a collective": lambda event: event.use == "collectives" and event.sent and event.peer == 1,
 }
@@ -256,7 +269,7 @@ def test_an_event(session: World, name: str) -> None:
     if "command" in fields:
         fields["command"] = type(event.command)
     assert fields == expected(session, event)
-    assert name == "applied" or len(found) == 1, found
+    assert name in ("applied", "timed") or len(found) == 1, found
 
 
 def test_what_is_issued_is_told_of_in_its_order(session: World) -> None:

@@ -7,17 +7,23 @@ and raises it here; what lowers one lowers it here, so that it does not grow aga
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from opcodes import Counter, opcodes, without_a_collector
+from thread_nodes import thread_nodes
 
 import disttensor as dt
+from disttensor.runtime.master.looking_in import NodeEvents
+from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.node.receive_ahead import Ahead
+from disttensor.runtime.process.observing import IssueNotes, MessageSent
+from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
+from disttensor.seeing.recording import Recording
 from disttensor.session import current
 
 pytestmark = pytest.mark.skipif(
@@ -52,19 +58,22 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
 }
 #: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
 #: has applied. An operation has none.
-SENT_RECORD, APPLIED_RECORD = 79, 28
+SENT_RECORD, APPLIED_RECORD = 74, 28
 #: Places, and the opcodes of the script's thread for one message to them, with one operation.
 SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
     "a node": (lambda it: it.plain, 846 + SENT_RECORD),
     "a mesh": (lambda it: it.spread, 1298 + 2 * SENT_RECORD),
 }
 #: Those that a listener to what is sent adds to one for a node, without its own.
-HEARD = 93
+HEARD = 88
 #: The opcodes of a node's thread for a message with one operation, once it has taken it.
-MESSAGE = 269 + APPLIED_RECORD
+MESSAGE = 266 + APPLIED_RECORD
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
-ISSUED, COMMANDS = 106, 250
+ISSUED, COMMANDS = 104, 218
+#: Those that a profile adds while it records: to an operation, to a message that is sent, to a command on its node, and
+#: to a message there.
+NOTED, SENT_NOTED, TIMED, BEGUN = 26, 177, 9, 253
 
 
 @pytest.fixture
@@ -103,6 +112,57 @@ def test_an_operation_with_a_listener(operands: Operands) -> None:
         assert min(counts) == expected + ISSUED
     counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
     assert min(counts) == expected
+
+
+def test_an_operation_while_a_profile_is_on(operands: Operands) -> None:
+    """The time, the line and the thread are noted. It has no cost before and after."""
+    function, expected = OPERATIONS["x * 2"]
+    link, notes = current.session().link, IssueNotes(room=1000)
+    for recorded, more in ((None, 0), (notes, NOTED), (None, 0)):
+        link.note_issued(recorded)
+        counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
+        assert min(counts) == expected + more
+    assert len(notes.noted[0,]) == 3 * (WARM + TIMES)
+
+
+def test_a_flush_while_a_profile_is_on(operands: Operands) -> None:
+    recording = Recording(current.session().link, NoNodes())
+    recording.begin()
+    assert flushed(operands.plain) == SENT["a node"][1] + SENT_NOTED
+    recording.end()
+    assert flushed(operands.plain) == SENT["a node"][1]
+
+
+class NoNodes:
+    """Nodes whose events nobody has."""
+
+    def watch(self, ranks: Iterable[int], points: Collection[Any], room: int = 0, commands: int = 0) -> None:
+        pass
+
+    def fetch(self, rank: int, timeout: float = 0.0) -> NodeEvents:
+        return NodeEvents((), 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("commands", [1, 5])
+def test_a_command_on_its_node_while_a_profile_is_on(commands: int) -> None:
+    """A loop of its own notes the time before each command: what else it does is what the other does."""
+    with thread_nodes(1) as (worker,), without_a_collector():
+        x, sent = torch.ones(4, device="node:0"), list[MessageSent]()
+        x.mul_(1)
+        with current.session().link.seam.sent.heard_by(sent.append):
+            x.mul_(1)
+            dt.synchronize()
+        call = next(it for it in codec.decode_batch(sent[0].message).commands if type(it) is c.Call)
+        executor, gathering, counts = worker.executor, Gathering(worker.seam), list[int]()
+        first = executor.seq
+        for points in ((), ("timed",)):
+            gathering.watch(points, 1000, 1000)
+            for _ in range(3):  # the message before is told of with the next one
+                batch = c.Batch(executor.seq, (call,) * commands)
+                count = opcodes(worker._apply if points else executor.apply, batch, *([1] if points else []))
+            counts.append(count)
+        executor.seq = first
+    assert counts[1] - counts[0] == BEGUN + commands * TIMED
 
 
 def flushed(x: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ from fake_hub import HELLO, FakeHub
 from virtual_time import VirtualClock
 
 from disttensor.runtime.master.link_state import LinkState
-from disttensor.runtime.master.looking_in import LookingIn, NodeEvent
+from disttensor.runtime.master.looking_in import CommandTimes, LookingIn, NodeEvent
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.node import gathering
 from disttensor.runtime.node.gathering import Gathering
@@ -22,12 +24,13 @@ from disttensor.runtime.process.observing import (
     CommandDone,
     FunctionDone,
     GraphReplayed,
+    MessageBegun,
     MessageSent,
     NodeSeam,
     TransferDone,
 )
 from disttensor.runtime.protocol import side
-from disttensor.runtime.protocol.errors import DisttensorError, NodeLost
+from disttensor.runtime.protocol.errors import DisttensorError, NodeLost, ProtocolError
 
 Noted = side.Noted
 
@@ -47,6 +50,7 @@ EVENTS: list[tuple[side.Point, Any, Noted]] = [
         Noted("function", 2.0, 1.0, "", 7, "f()", failed=True),
     ),
     ("graph", GraphReplayed(2.0, 1.0, 3, "", 7, 4, 2, False), Noted("graph", 2.0, 1.0, "", 7, "4")),
+    ("timed", CommandDone(2.0, 1.0, 3, "5", 7, "aten::mm", None), Noted("done", 2.0, 1.0, "5", 7, "aten::mm")),
     (
         "transferred",
         TransferDone(2.0, 1.0, 3, 1, True, 8, 64, "tcp", "transfers"),
@@ -128,6 +132,62 @@ def test_what_is_too_much_for_a_message_comes_in_parts(seam: NodeSeam, monkeypat
     ]  # fmt: skip
 
 
+def begin_message(seam: NodeSeam, number: int, commands: int, *moments: float) -> list[float]:
+    noted = [*moments]
+    seam.timed.notify(MessageBegun(3, number, commands, noted))
+    return noted
+
+
+def told(answer: side.Gathered) -> list[tuple[str, int, list[float]]]:
+    return [(each.kind, each.number, [*side.moments_in(each)]) for each in answer.events]
+
+
+def test_times_of_commands_are_told_when_a_message_is_over_or_when_they_are_asked_for(seam: NodeSeam) -> None:
+    gathered = Gathering(seam)
+    gathered.watch(["timed"], 0, 100)
+    moments = begin_message(seam, 10, 3)
+    assert told(gathered.gather(1, 0)) == []
+    moments.append(1.0)
+    for request in (2, 3):  # that it has begun is told once; this answer may be lost
+        assert told(gathered.gather(request, 0)) == [("timing", 10, [1.0])]
+    moments += [2.0, 3.0]
+    answer = gathered.gather(4, 1)
+    assert (answer.first, told(answer)) == (1, [("timing", 10, [1.0, 2.0, 3.0])])
+    moments.append(4.0)
+    begin_message(seam, 13, 1, 5.0, 6.0)
+    answer = gathered.gather(5, 3)
+    assert (answer.first, told(answer)) == (3, [("timed", 12, [3.0, 4.0]), ("timed", 13, [5.0, 6.0])])
+    assert side.decode_answer(side.encode(answer)) == answer
+    begin_message(seam, 14, 1, 7.0)
+    gathered.watch([], 0, 100)
+    assert told(gathered.gather(6, 5)) == [("timing", 14, [7.0])]
+    begin_message(seam, 15, 1, 8.0, 9.0)
+    assert told(gathered.gather(7, 6)) == []
+
+
+def test_the_times_of_the_last_commands_are_kept_whatever_else_is(
+    seam: NodeSeam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = Gathering(seam)
+    gathered.watch(["timed", "commands"], 2, 5)
+    for number in (10, 13, 16):
+        begin_message(seam, number, 3, 1.0, 2.0, 3.0, 4.0)
+    answer = gathered.gather(1, 0)
+    assert (answer.first, [number for _, number, _ in told(answer)]) == (6, [16])
+    begin(seam, 17, 18)
+    assert [each.number for each in gathered.gather(2, 0).events] == [16, 17, 18]
+    begin(seam, 19)  # what is older than the event that goes is gone with it
+    answer = gathered.gather(3, 0)
+    assert (answer.first, numbers(answer)) == (10, [18, 19])
+    for number in (20, 22):
+        begin_message(seam, number, 2, 1.0, 2.0, 3.0)
+    monkeypatch.setattr(gathering, "PART_BYTES", 24)
+    answer = gathered.gather(4, 12)
+    assert (answer.first, [number for _, number, _ in told(answer)], answer.more) == (12, [20], True)
+    answer = gathered.gather(5, 14)
+    assert (answer.first, [number for _, number, _ in told(answer)], answer.more) == (14, [22], False)
+
+
 # ---- the script's end ------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +250,48 @@ def test_a_fetch_takes_what_is_new_in_all_its_parts_with_lines_and_the_clock(
     clock.plan(1, lambda: looker.answer(1, 3, first=7))
     assert looker.looking.fetch(1).events == ()
     assert looker.words(1) == [side.Gather(3, 7)]
+
+
+def of_times(number: int, *moments: float, kind: str = "timed") -> Noted:
+    return Noted(kind, 0.0, 0.0, number=number, moments=side.moments_of(moments))
+
+
+def test_a_fetch_takes_the_times_of_commands(looker: Looker, clock: VirtualClock) -> None:
+    looker.looking.watch([1], ["timed"], 5, 7)
+    assert looker.words(1) == [side.Watch(("timed",), 5, 7)]
+    looker.state.nodes[1].outbox.sent = 9
+    clock.plan(1, lambda: looker.answer(1, 1, of_times(6, 1.0, 2.0, 2.0), more=True))
+    clock.plan(2, lambda: looker.answer(1, 2, of_times(8, 3.0, kind="timing"), first=4))
+    found = looker.looking.fetch(1)
+    assert (found.events, found.dropped) == ((), 2)
+    assert found.times == (
+        CommandTimes(6, array("d", [1.0, 2.0, 2.0]), True), CommandTimes(8, array("d", [3.0]), False)
+    )  # fmt: skip
+    assert [[*each.commands] for each in found.times] == [[6, 7], [8]]
+    assert looker.words(1) == [side.Gather(1, 0), side.Gather(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (Noted("timed", 0.0, 0.0, number=6, moments=bytes(17)), "17 bytes are not the moments of commands"),
+        (of_times(6, 1.0), "8 bytes are not"),
+        (of_times(6, 2.0, 1.0), "go back, or are none"),
+        (of_times(6, 1.0, math.nan, 2.0), "go back, or are none"),
+        (of_times(6, 1.0, math.inf), "go back, or are none"),
+        (of_times(-1, 1.0, 2.0), "of number -1, and it was sent 9"),
+        (of_times(8, 1.0, 2.0, 3.0), "of number 9, and it was sent 9"),
+        (of_times(9, 1.0, kind="timing"), "of number 9, and it was sent 9"),
+    ],
+)
+def test_times_that_can_not_be_are_refused_and_the_node_is_named(
+    looker: Looker, clock: VirtualClock, lie: Noted, why: str
+) -> None:
+    looker.looking.watch([1], ["timed"], 5, 7)
+    looker.state.nodes[1].outbox.sent = 9
+    clock.plan(1, lambda: looker.answer(1, 1, lie))
+    with pytest.raises(ProtocolError, match=f"node 1 has told of its commands what can't be: .*{why}"):
+        looker.looking.fetch(1)
 
 
 def test_a_worker_in_the_place_of_another_is_asked_for_all_that_it_has_noted(

@@ -24,6 +24,8 @@ from disttensor.runtime.process.observing import (
     CommandBegun,
     CommandDone,
     CommandIssued,
+    IssueNotes,
+    MessageBegun,
     MessageSent,
     NodeGone,
     Point,
@@ -35,7 +37,7 @@ from disttensor.runtime.process.observing import (
 from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
-from disttensor.runtime.protocol.errors import DisttensorError, NodeLost
+from disttensor.runtime.protocol.errors import DisttensorError, NodeLost, ProtocolError
 from disttensor.runtime.transport.base import Spoke
 
 #: Where a command was issued.
@@ -319,6 +321,45 @@ def batches(*lengths: int) -> list[bytes]:
     return [codec.encode(each) for each in (*made, c.Batch(firsts[-1], (c.StopNode(),)))]
 
 
+def test_the_time_the_line_and_the_thread_of_what_is_issued_are_noted(
+    end: End, hub: FakeHub, clock: VirtualClock
+) -> None:
+    """Past a route, too, and of a mesh's that is made meanwhile; those who listen besides hear of the same time."""
+    node, seen, notes = end.state.nodes[1].outbox, list[CommandIssued](), IssueNotes(room=2)
+    node.add(c.Sync(1), SITE)
+    end.state.note_issued(notes)
+    for command, add in ((c.Sync(2), node.add), (c.Sync(3), node.put)):
+        clock.sleep(1)
+        add(command, SITE if add == node.add else None)
+    now = clock.now()
+    end.sender.fan_out((0, 1)).add(c.Sync(4), SITE)
+    node.dead.append(5)
+    end.sender.flush(node)
+    node.add_route(+1)
+    node.add(c.Sync(5), SITE)
+    node.add(c.Sync(6), SITE)
+    node.add_route(-1)
+    with end.state.seam.issued.heard_by(seen.append):
+        clock.sleep(1)
+        node.add(c.Sync(7), SITE)
+    assert len(node.commands) == len(node.queue)
+    end.state.note_issued(None)
+    node.add(c.Sync(8), SITE)
+    end.sender.flush(node)
+    me = threading.get_ident()
+    assert notes.noted == {
+        (0,): [],
+        (1,): [now - 1, SITE, me, now, None, me, now, SITE, me, now, SITE, me, now + 1, SITE, me],
+        (0, 1): [now, SITE, me],
+    }
+    assert seen == [CommandIssued(now + 1, (1,), "", c.Sync(7), SITE)]
+    arrived = [x for rank, message in hub.sent if rank == 1 for x in codec.decode_batch(message).commands]
+    assert [x.request for x in arrived if isinstance(x, c.Sync)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    notes.trim()
+    assert notes.noted[1,] == [now, SITE, me, now + 1, SITE, me]
+    assert (len(notes.noted[0, 1]), notes.dropped) == (3, 3)
+
+
 def test_what_a_node_has_applied(clock: VirtualClock) -> None:
     """Somebody begins to listen while it serves, and ends that."""
     script, seen, began = Script(*batches(1, 2, 1, 1)), list[BatchApplied](), clock.now()
@@ -344,3 +385,22 @@ def test_each_command_that_a_node_has_applied(clock: VirtualClock) -> None:
         CommandBegun(began + 2, 3, "", 2, "Free", free),
         CommandDone(began + 3, began + 2, 3, "", 2, "Free", free),
     ]
+
+
+def test_when_a_node_has_begun_with_each_command(clock: VirtualClock) -> None:
+    script, seen, began = Script(*batches(1, 2, 1)), list[Any](), clock.now()
+    node = served(clock, script)
+    other = node.executor.other
+
+    def slow(command: c.Command) -> None:
+        other(command)
+        clock.sleep(1)
+
+    node.executor.other = slow  # type: ignore[method-assign]
+    point = node.seam.timed
+    script.before = {1: lambda: point.add(seen.append), 2: lambda: point.remove(seen.append)}
+    serve(node)
+    # its first command takes a second here, and another one in ``served``
+    assert seen == [MessageBegun(3, 1, 2, [began + 2, began + 3, began + 4])]
+    with pytest.raises(ProtocolError, match="batch 99 came where"):
+        node.executor.apply_timed(c.Batch(99, ()), [], clock.now)

@@ -160,15 +160,19 @@ class Lanes:
 
     def perform(self, lane: Lane, task: LaneTask) -> None:
         """Does a task, and tells those who observe commands of it. Raises nothing."""
-        commands = self.node.seam.commands
-        if not commands.listeners or task.over:
+        seam = self.node.seam
+        if not seam.observed or task.over:
             self._perform(lane, task)
             return
-        now, rank, stream = self.node.seam.clock.now, self.node.rank, stream_of(lane)
+        now, rank, stream = seam.clock.now, self.node.rank, stream_of(lane)
         began = now()
-        commands.notify(CommandBegun(began, rank, stream, task.seq, task.name, None))
+        begun = CommandBegun(began, rank, stream, task.seq, task.name, None)
+        seam.commands.notify(begun)
+        seam.timed.notify(begun)
         self._perform(lane, task)
-        commands.notify(CommandDone(now(), began, rank, stream, task.seq, task.name, None))
+        done = CommandDone(now(), began, rank, stream, task.seq, task.name, None)
+        seam.commands.notify(done)
+        seam.timed.notify(done)
 
     def _perform(self, lane: Lane, task: LaneTask) -> None:
         """Does a task: waits for its operands, runs it, keeps its promises. Raises nothing."""

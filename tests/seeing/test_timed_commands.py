@@ -1,0 +1,124 @@
+"""What a timeline has of commands whose times alone were noted: found in the messages in which they have left."""
+
+from __future__ import annotations
+
+from array import array
+
+from disttensor.runtime.master.failures import Site
+from disttensor.runtime.master.looking_in import COMMANDS, CommandTimes, NodeEvent
+from disttensor.runtime.protocol import codec
+from disttensor.runtime.protocol import commands as c
+from disttensor.seeing.recording import MOST_BYTES
+from disttensor.seeing.timed_commands import (
+    UNKNOWN,
+    IssuedCommand,
+    NamedCommands,
+    SentMessage,
+    issued_commands,
+    node_events,
+    to_keep,
+)
+
+CODE = compile("0", "train.py", "exec")
+CALL = c.Call(1, 2, ())
+
+
+def site(at: int) -> Site:
+    """A site of a call's own, as each call has one."""
+    return CODE, at
+
+
+def sent(node: int, number: int, *commands: tuple[c.Command, Site | None]) -> SentMessage:
+    message = codec.encode(c.Batch(number, tuple(command for command, _ in commands)))
+    return SentMessage(0.0, node, number, [its for _, its in commands], message)
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def test_a_note_belongs_to_what_its_call_has_issued() -> None:
+    """Two calls of one line differ; a call may issue a command twice; a Free, and what was issued before, has none."""
+    one, two, old = site(4), site(4), site(4)
+    noted = {(1,): [1.0, one, 7, 2.0, two, 8]}
+    message = sent(1, 0, (CALL, old), (c.Seed(3), one), (CALL, two), (c.Free(2, ()), None), (c.Seed(4), two))
+    assert issued_commands(noted, [message]) == [
+        IssuedCommand(1.0, (1,), "", c.Seed, one, 7),
+        IssuedCommand(2.0, (1,), "", c.Call, two, 8),
+        IssuedCommand(2.0, (1,), "", c.Seed, two, 8),
+    ]
+
+
+def test_notes_of_one_call_belong_to_its_commands_in_their_order() -> None:
+    its = site(4)
+    noted = {(1,): [1.0, its, 7, 2.0, its, 7]}
+    found = issued_commands(noted, [sent(1, 0, (c.Seed(3), its), (CALL, its), (c.Sync(4), its))])
+    assert [(each.at, each.kind) for each in found] == [(1.0, c.Seed), (2.0, c.Call), (2.0, c.Sync)]
+
+
+def test_what_no_line_has_issued_leaves_in_its_order() -> None:
+    noted = {(1,): [1.0, None, 7, 3.0, None, 7], (0, 1): [2.0, None, 7]}
+    message = sent(1, 0, (c.Seed(3), None), (CALL, None), (c.Free(2, ()), None), (c.Sync(4), None))
+    found = issued_commands(noted, [message])
+    assert [(each.at, each.kind) for each in found] == [(1.0, c.Seed), (2.0, c.Call), (3.0, c.Sync)]
+
+
+def test_what_goes_to_several_nodes_is_issued_once() -> None:
+    its, on_one = site(4), site(5)
+    noted = {(0, 1): [2.0, its, 7], (1,): [1.0, on_one, 7]}
+    messages = [sent(0, 0, (CALL, its)), sent(1, 0, (c.On(9, CALL), on_one), (CALL, its))]
+    assert issued_commands(noted, messages) == [
+        IssuedCommand(1.0, (1,), "9", c.Call, on_one, 7),
+        IssuedCommand(2.0, (0, 1), "", c.Call, its, 7),
+    ]
+
+
+def test_what_has_not_left_is_issued_all_the_same() -> None:
+    its = site(4)
+    assert issued_commands({(1,): [1.0, its, 7]}, []) == [IssuedCommand(1.0, (1,), "", object, its, 7)]
+
+
+# ---- a node ----------------------------------------------------------------------------------------------------------
+
+
+def test_events_have_the_names_and_lines_of_the_messages() -> None:
+    its = site(4)
+    define = c.Define(2, "aten::mm", (), (), 1)
+    messages = [
+        sent(1, 5, (CALL, its), (define, None), (c.On(9, c.Call(2, 2, ())), its)),
+        sent(1, 9, (c.Run(1, b"f", b"", False, "f()"), its), (c.Ask(1, CALL), its)),
+    ]
+    named = NamedCommands(messages, {1: c.Define(1, "aten::add.Tensor", (), (), 1)})
+    times = [
+        CommandTimes(4, array("d", [1.0, 2.0, 3.0, 4.0]), False),
+        CommandTimes(9, array("d", [5.0, 6.0, 7.0]), True),
+    ]
+    assert [*node_events(1, times, named)] == [
+        NodeEvent(1, "done", 2.0, 1.0, "", 4, UNKNOWN, -1, -1, 0, False, None),
+        NodeEvent(1, "done", 3.0, 2.0, "", 5, "aten::add.Tensor", -1, -1, 0, False, its),
+        NodeEvent(1, "done", 4.0, 3.0, "", 6, "Define", -1, -1, 0, False, None),
+        NodeEvent(1, "begun", 4.0, 4.0, "", 7, "aten::mm", -1, -1, 0, False, its),
+        NodeEvent(1, "done", 6.0, 5.0, "", 9, "f()", -1, -1, 0, False, its),
+        NodeEvent(1, "done", 7.0, 6.0, "", 10, "aten::add.Tensor", -1, -1, 0, False, its),
+    ]
+    assert [what for _, what, _ in named.of([8, 11])] == [UNKNOWN, UNKNOWN]
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_message_is_kept_without_its_data() -> None:
+    recv, piece = c.Recv(1, 2, 0, (300, 300), 6, "cpu", 0), c.Piece(b"key", bytes(5000), True)
+    free = c.Free(2, (1,) * 5000)
+    whole = sent(1, 3, (recv, None), (piece, None), (free, None))
+    kept = to_keep(whole)
+    assert (kept.number, kept.sites, len(kept.message) < 100) == (3, whole.sites, True)
+    assert codec.decode_batch(kept.message).commands == (recv, c.Piece(b"", b"", True), c.Free(2, ()))
+    short = sent(1, 3, (recv, None))
+    assert to_keep(short) is short
+
+
+def test_a_million_commands_are_kept() -> None:
+    ref = 1 << 31
+    call = c.Call(1 << 15, ref, (4000, 8000, 0.5))
+    message = sent(1, 1 << 40, *[(call, None)] * 128).message
+    assert len(message) * COMMANDS // 128 <= MOST_BYTES
