@@ -1,7 +1,7 @@
 """Finds the commands of which a profile has noted the times alone: those that lines have issued, and those that nodes
 have gone through. All else of them is in the messages in which they have left.
 
-    script  NotedQueue (master/command_queue.py)  (time, site, thread) of each     --issued_commands--> IssuedCommand
+    script  NotedQueue (master/command_queue.py)  (time, site) of each, by thread  --issued_commands--> IssuedCommand
     node    apply_timed (node/executor.py)        the time at which each begins    --node_events-->     NodeEvent
 """
 
@@ -80,8 +80,11 @@ class _Note(NamedTuple):
     thread: int
 
 
-def issued_commands(noted: Mapping[tuple[int, ...], Sequence[Any]], sent: Iterable[SentMessage]) -> list[IssuedCommand]:
-    """Returns what lines have issued, in order. ``noted``: what threads have noted, by the nodes that it is for.
+def issued_commands(
+    noted: Mapping[tuple[tuple[int, ...], int], Sequence[Any]], sent: Iterable[SentMessage]
+) -> list[IssuedCommand]:
+    """Returns what lines have issued, in order. ``noted``: what threads have noted, by the nodes that it is for, and the
+    thread.
 
     A note belongs to the command that has left with its site: each call has a site of its own, which may have issued
     some commands one after the other. Those without a line leave in their order.
@@ -89,8 +92,8 @@ def issued_commands(noted: Mapping[tuple[int, ...], Sequence[Any]], sent: Iterab
     notes = sorted(
         (
             _Note(at, nodes, site, thread)
-            for nodes, flat in noted.items()
-            for at, site, thread in zip(flat[::3], flat[1::3], flat[2::3], strict=False)
+            for (nodes, thread), flat in list(noted.items())
+            for at, site in zip(flat[::2], flat[1::2], strict=False)
         ),
         key=lambda note: note.at,
     )

@@ -32,7 +32,7 @@ from operator import sub
 from threading import get_ident
 from typing import Any
 
-from ..process.observing import CommandIssued, ScriptSeam
+from ..process.observing import CommandIssued, IssueNotes, ScriptSeam
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from ..protocol.errors import DisttensorError, NodeLost
@@ -75,19 +75,19 @@ def _nowhere(rank: int) -> str:
 class ToldQueue:
     """Takes the place of a queue for issuing threads while observers listen, and tells them of each command."""
 
-    __slots__ = ("_noted", "_queue", "_ranks", "_seam")
+    __slots__ = ("_notes", "_queue", "_ranks", "_seam")
 
     def __init__(
-        self, ranks: tuple[int, ...], queue: list[Any], seam: ScriptSeam, noted: list[Any] | None = None
+        self, ranks: tuple[int, ...], queue: list[Any], seam: ScriptSeam, notes: IssueNotes | None = None
     ) -> None:
-        """``noted``: where it is noted what is issued, too, with the same times."""
-        self._ranks, self._queue, self._seam, self._noted = ranks, queue, seam, noted
+        """``notes``: where it is noted what is issued, too, with the same times."""
+        self._ranks, self._queue, self._seam, self._notes = ranks, queue, seam, notes
 
     def __iadd__(self, items: tuple[Any, ...]) -> ToldQueue:
         self._queue += items
         now, issued = self._seam.clock.now(), self._seam.issued
-        if self._noted is not None:
-            self._noted += (now, items[1], get_ident())
+        if self._notes is not None:
+            self._notes.of(self._ranks, get_ident()).extend((now, items[1]))
         for command, site in zip(items[::2], items[1::2], strict=True):
             stream = ""
             if type(command) is c.On:
@@ -104,19 +104,27 @@ class ToldQueue:
 class NotedQueue:
     """Takes the place of a queue for issuing threads while it is noted what is issued."""
 
-    __slots__ = ("_noted", "_now", "_queue")
+    __slots__ = ("_last", "_notes", "_now", "_queue", "_ranks")
 
-    def __init__(self, queue: list[Any], noted: list[Any], now: Callable[[], float]) -> None:
-        self._queue, self._noted, self._now = queue, noted, now
+    def __init__(self, ranks: tuple[int, ...], queue: list[Any], notes: IssueNotes, now: Callable[[], float]) -> None:
+        self._ranks, self._queue, self._notes, self._now = ranks, queue, notes, now
+        self._last = -1, list[Any]()  #: the thread that has appended last, and its list
 
     def __iadd__(self, items: tuple[Any, ...]) -> list[Any]:
         """Notes one line, of which all commands of a call are. Returns the queue itself: who appends asks for its
         length next, which is quicker so."""
-        noted = self._noted
-        noted += (self._now(), items[1], get_ident())  # at once: other threads append, too
+        thread, noted = self._last  # at once: another thread may come in between
+        if get_ident() != thread:
+            noted = self._begin_thread(get_ident())
+        noted += (self._now(), items[1])
         queue = self._queue
         queue += items
         return queue
+
+    def _begin_thread(self, thread: int) -> list[Any]:
+        noted = self._notes.of(self._ranks, thread)
+        self._last = thread, noted
+        return noted
 
     extend = __iadd__
 
@@ -131,7 +139,7 @@ class CommandQueue:
         "_entry",
         "_gone",
         "_holds",
-        "_noted",
+        "_notes",
         "_observers",
         "_routes",
         "_taking",
@@ -177,7 +185,7 @@ class CommandQueue:
         #: where commands go that are past any route: the queue, or a NotedQueue or ToldQueue
         self._entry: Any = self.queue
         self._observers: ScriptSeam | None = None
-        self._noted: tuple[list[Any], Callable[[], float]] | None = None
+        self._notes: tuple[IssueNotes, Callable[[], float]] | None = None
         self._routes = 0
         self.dead: list[int] = []
         #: refs that recordings and graphs hold, with the number of holders; and those of them that are dead otherwise
@@ -230,17 +238,16 @@ class CommandQueue:
         noted where there are ``notes``."""
         with self._taking:
             self._observers = seam if seam.issued.listeners else None
-            notes = seam.notes
-            self._noted = None if notes is None else (notes.of(self.ranks), seam.clock.now)
+            self._notes = None if seam.notes is None else (seam.notes, seam.clock.now)
             self._switch()
 
     def _switch(self) -> None:
         """Has issuing threads append to what the routes and the observers want."""
-        seam, noted = self._observers, self._noted
+        seam, notes = self._observers, self._notes
         if seam is not None:
-            self._entry = ToldQueue(self.ranks, self.queue, seam, None if noted is None else noted[0])
+            self._entry = ToldQueue(self.ranks, self.queue, seam, None if notes is None else notes[0])
         else:
-            self._entry = self.queue if noted is None else NotedQueue(self.queue, *noted)
+            self._entry = self.queue if notes is None else NotedQueue(self.ranks, self.queue, *notes)
         self.commands = Tap(self.ranks, self._entry) if self._routes else self._entry
 
     def add(self, command: c.Command, site: Site | None = None) -> bool:

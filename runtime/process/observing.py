@@ -24,8 +24,8 @@ to are others, which tell of it.
 
 A timeline takes neither, as an event for each command costs as much as the command. What it wants of each is the time,
 at either end: while somebody listens to ``timed`` the node's loop is another one, which appends the time to a list
-before each command, and while there are ``notes`` the queues are others, which append the time, the line and the thread
-to a list. All else is in the messages (seeing/timed_commands.py).
+before each command, and while there are ``notes`` the queues are others, which append the time and the line to a list
+of the thread. All else is in the messages (seeing/timed_commands.py).
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
 ``lost`` with the link's lock held, of ``transferred`` perhaps in the channel's own thread, which no transfer passes
@@ -204,24 +204,24 @@ class TransferDone(NamedTuple):
 
 
 class IssueNotes:
-    """The notes of what was issued: flat lists of (time, site, thread, time, ...), by the nodes that it is for."""
+    """The notes of what was issued: flat lists of (time, site, time, ...), by its nodes and the thread."""
 
     def __init__(self, room: int) -> None:
         """``room``: for how many commands notes are kept in each list, at least."""
-        self.noted: dict[tuple[int, ...], list[Any]] = {}
+        self.noted: dict[tuple[tuple[int, ...], int], list[Any]] = {}
         self.dropped = 0  #: the commands whose notes were forgotten
         self._room = room
 
-    def of(self, nodes: tuple[int, ...]) -> list[Any]:
-        """Returns the list for what goes to these nodes. Any thread may add a command's three at once."""
-        return self.noted.setdefault(nodes, [])
+    def of(self, nodes: tuple[int, ...], thread: int) -> list[Any]:
+        """Returns the list of a thread for what goes to these nodes. It adds a command's two at once."""
+        return self.noted.setdefault((nodes, thread), [])
 
     def trim(self) -> None:
         """Forgets the oldest notes of lists that have more than they are to keep."""
-        for noted in self.noted.values():
-            over = len(noted) // 3 - self._room
+        for noted in list(self.noted.values()):
+            over = len(noted) // 2 - self._room
             if over > 0:
-                del noted[: 3 * over]
+                del noted[: 2 * over]
                 self.dropped += over
 
 

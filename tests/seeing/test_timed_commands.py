@@ -39,7 +39,7 @@ def sent(node: int, number: int, *commands: tuple[c.Command, Site | None]) -> Se
 def test_a_note_belongs_to_what_its_call_has_issued() -> None:
     """Two calls of one line differ; a call may issue a command twice; a Free, and what was issued before, has none."""
     one, two, old = site(4), site(4), site(4)
-    noted = {(1,): [1.0, one, 7, 2.0, two, 8]}
+    noted = {((1,), 7): [1.0, one], ((1,), 8): [2.0, two]}
     message = sent(1, 0, (CALL, old), (c.Seed(3), one), (CALL, two), (c.Free(2, ()), None), (c.Seed(4), two))
     assert issued_commands(noted, [message]) == [
         IssuedCommand(1.0, (1,), "", c.Seed, one, 7),
@@ -50,13 +50,13 @@ def test_a_note_belongs_to_what_its_call_has_issued() -> None:
 
 def test_notes_of_one_call_belong_to_its_commands_in_their_order() -> None:
     its = site(4)
-    noted = {(1,): [1.0, its, 7, 2.0, its, 7]}
+    noted = {((1,), 7): [1.0, its, 2.0, its]}
     found = issued_commands(noted, [sent(1, 0, (c.Seed(3), its), (CALL, its), (c.Sync(4), its))])
     assert [(each.at, each.kind) for each in found] == [(1.0, c.Seed), (2.0, c.Call), (2.0, c.Sync)]
 
 
 def test_what_no_line_has_issued_leaves_in_its_order() -> None:
-    noted = {(1,): [1.0, None, 7, 3.0, None, 7], (0, 1): [2.0, None, 7]}
+    noted = {((1,), 7): [1.0, None, 3.0, None], ((0, 1), 7): [2.0, None]}
     message = sent(1, 0, (c.Seed(3), None), (CALL, None), (c.Free(2, ()), None), (c.Sync(4), None))
     found = issued_commands(noted, [message])
     assert [(each.at, each.kind) for each in found] == [(1.0, c.Seed), (2.0, c.Call), (3.0, c.Sync)]
@@ -64,7 +64,7 @@ def test_what_no_line_has_issued_leaves_in_its_order() -> None:
 
 def test_what_goes_to_several_nodes_is_issued_once() -> None:
     its, on_one = site(4), site(5)
-    noted = {(0, 1): [2.0, its, 7], (1,): [1.0, on_one, 7]}
+    noted = {((0, 1), 7): [2.0, its], ((1,), 7): [1.0, on_one]}
     messages = [sent(0, 0, (CALL, its)), sent(1, 0, (c.On(9, CALL), on_one), (CALL, its))]
     assert issued_commands(noted, messages) == [
         IssuedCommand(1.0, (1,), "9", c.Call, on_one, 7),
@@ -74,7 +74,7 @@ def test_what_goes_to_several_nodes_is_issued_once() -> None:
 
 def test_what_has_not_left_is_issued_all_the_same() -> None:
     its = site(4)
-    assert issued_commands({(1,): [1.0, its, 7]}, []) == [IssuedCommand(1.0, (1,), "", object, its, 7)]
+    assert issued_commands({((1,), 7): [1.0, its]}, []) == [IssuedCommand(1.0, (1,), "", object, its, 7)]
 
 
 # ---- a node ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -70,10 +71,10 @@ HEARD = 88
 MESSAGE = 266 + APPLIED_RECORD
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
-ISSUED, COMMANDS = 104, 218
+ISSUED, COMMANDS = 104, 220
 #: Those that a profile adds while it records: to an operation, to a message that is sent, to a command on its node, and
 #: to a message there.
-NOTED, SENT_NOTED, TIMED, BEGUN = 26, 177, 9, 253
+NOTED, SENT_NOTED, TIMED, BEGUN = 31, 148, 9, 253
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_an_operation_while_a_profile_is_on(operands: Operands) -> None:
         link.note_issued(recorded)
         counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
         assert min(counts) == expected + more
-    assert len(notes.noted[0,]) == 3 * (WARM + TIMES)
+    assert len(notes.noted[(0,), get_ident()]) == 2 * (WARM + TIMES)
 
 
 def test_a_flush_while_a_profile_is_on(operands: Operands) -> None:

@@ -335,6 +335,9 @@ def test_the_time_the_line_and_the_thread_of_what_is_issued_are_noted(
     end.sender.fan_out((0, 1)).add(c.Sync(4), SITE)
     node.dead.append(5)
     end.sender.flush(node)
+    thread = threading.Thread(target=node.add, args=(c.Sync(9), SITE))
+    thread.start()
+    thread.join()
     node.add_route(+1)
     node.add(c.Sync(5), SITE)
     node.add(c.Sync(6), SITE)
@@ -346,18 +349,18 @@ def test_the_time_the_line_and_the_thread_of_what_is_issued_are_noted(
     end.state.note_issued(None)
     node.add(c.Sync(8), SITE)
     end.sender.flush(node)
-    me = threading.get_ident()
+    me, there = threading.get_ident(), thread.ident
     assert notes.noted == {
-        (0,): [],
-        (1,): [now - 1, SITE, me, now, None, me, now, SITE, me, now, SITE, me, now + 1, SITE, me],
-        (0, 1): [now, SITE, me],
+        ((1,), me): [now - 1, SITE, now, None, now, SITE, now, SITE, now + 1, SITE],
+        ((0, 1), me): [now, SITE],
+        ((1,), there): [now, SITE],
     }
     assert seen == [CommandIssued(now + 1, (1,), "", c.Sync(7), SITE)]
     arrived = [x for rank, message in hub.sent if rank == 1 for x in codec.decode_batch(message).commands]
-    assert [x.request for x in arrived if isinstance(x, c.Sync)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [x.request for x in arrived if isinstance(x, c.Sync)] == [1, 2, 3, 4, 9, 5, 6, 7, 8]
     notes.trim()
-    assert notes.noted[1,] == [now, SITE, me, now + 1, SITE, me]
-    assert (len(notes.noted[0, 1]), notes.dropped) == (3, 3)
+    assert notes.noted[(1,), me] == [now, SITE, now + 1, SITE]
+    assert (len(notes.noted[(0, 1), me]), notes.dropped) == (2, 3)
 
 
 def test_what_a_node_has_applied(clock: VirtualClock) -> None:
