@@ -1,7 +1,7 @@
 """Records the events of a profile: of the script's end, and of each node's, in rings that forget the oldest.
 
     script  seam (process/observing.py)  --> Recording's listeners   --> rings here
-            queues, its notes            --> the time, line and thread of each command
+            its queues, notes            --> the time and line of each command, by thread
     node    its seam --> node/gathering.py, a ring there --> LookingIn.fetch, by the side channel --> NodeRecord
             its loop --> the time at which each command begins, by the same way
 

@@ -83,8 +83,7 @@ class _Note(NamedTuple):
 def issued_commands(
     noted: Mapping[tuple[tuple[int, ...], int], Sequence[Any]], sent: Iterable[SentMessage]
 ) -> list[IssuedCommand]:
-    """Returns what lines have issued, in order. ``noted``: what threads have noted, by the nodes that it is for, and the
-    thread.
+    """Returns what lines have issued, in order. ``noted``: what was noted, by the nodes that it is for and the thread.
 
     A note belongs to the command that has left with its site: each call has a site of its own, which may have issued
     some commands one after the other. Those without a line leave in their order.

@@ -7,7 +7,7 @@ and raises it here; what lowers one lowers it here, so that it does not grow aga
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -18,7 +18,6 @@ from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
 import disttensor as dt
-from disttensor.runtime.master.looking_in import NodeEvents
 from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.process.observing import IssueNotes, MessageSent
@@ -72,9 +71,9 @@ MESSAGE = 266 + APPLIED_RECORD
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
 ISSUED, COMMANDS = 104, 220
-#: Those that a profile adds while it records: to an operation, to a message that is sent, to a command on its node, and
-#: to a message there.
-NOTED, SENT_NOTED, TIMED, BEGUN = 31, 148, 9, 253
+#: Those that a profile adds while it records: to an operation, to a message that is sent (beside ``HEARD``), to a
+#: command on its node, and to a message there.
+NOTED, SENT_NOTED, TIMED, BEGUN = 31, 89, 9, 253
 
 
 @pytest.fixture
@@ -126,22 +125,14 @@ def test_an_operation_while_a_profile_is_on(operands: Operands) -> None:
     assert len(notes.noted[(0,), get_ident()]) == 2 * (WARM + TIMES)
 
 
-def test_a_flush_while_a_profile_is_on(operands: Operands) -> None:
-    recording = Recording(current.session().link, NoNodes())
-    recording.begin()
-    assert flushed(operands.plain) == SENT["a node"][1] + SENT_NOTED
-    recording.end()
-    assert flushed(operands.plain) == SENT["a node"][1]
-
-
-class NoNodes:
-    """Nodes whose events nobody has."""
-
-    def watch(self, ranks: Iterable[int], points: Collection[Any], room: int = 0, commands: int = 0) -> None:
-        pass
-
-    def fetch(self, rank: int, timeout: float = 0.0) -> NodeEvents:
-        return NodeEvents((), 0, 0.0, 0.0)
+def test_a_message_that_is_sent_while_a_profile_is_on(operands: Operands) -> None:
+    """Without what a listener adds."""
+    link, sent = current.session().link, list[MessageSent]()
+    with link.seam.sent.heard_by(sent.append):
+        operands.plain * 2
+        dt.synchronize()
+    recording = Recording(link)
+    assert {opcodes(recording._note_sent, event) for event in sent} == {SENT_NOTED}
 
 
 @pytest.mark.parametrize("commands", [1, 5])
