@@ -104,9 +104,9 @@ class MessageRing:
         self._commands = commands = self._commands + len(sent.sites)
         self._bytes = size = self._bytes + len(sent.message)
         if commands > self._room or size > self._most:
-            self._forget()
+            self._drop_oldest()
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         while self._commands > self._room or self._bytes > self._most:
             old = self._kept.popleft()
             self._commands -= len(old.sites)
@@ -294,7 +294,7 @@ class Recording:
         self._sent.append(to_keep(event))
         self._untrimmed -= len(event.sites)
         if self._untrimmed < 0:
-            self._issued.trim()
+            self._issued.drop_oldest()
             self._untrimmed = TRIMMED
 
     def _note_waited(self, event: WaitEnded) -> None:

@@ -216,7 +216,7 @@ class IssueNotes:
         """Returns the list of a thread for what goes to these nodes. It adds a command's two at once."""
         return self.noted.setdefault((nodes, thread), [])
 
-    def trim(self) -> None:
+    def drop_oldest(self) -> None:
         """Forgets the oldest notes of lists that have more than they are to keep."""
         for noted in list(self.noted.values()):
             over = len(noted) // 2 - self._room
@@ -369,11 +369,11 @@ class NodeSeam(Seam):
         #: whether somebody listens to what happens at each message or command: one look for all of these points
         self.observed = False
         for point in (self.applied, self.commands, self.timed):
-            point.switch = self._switch
+            point.switch = self._note_listeners
 
     def forked(self) -> None:
         super().forked()
         self.observed = False
 
-    def _switch(self) -> None:
+    def _note_listeners(self) -> None:
         self.observed = bool(self.applied.listeners or self.commands.listeners or self.timed.listeners)

@@ -358,7 +358,7 @@ def test_the_time_the_line_and_the_thread_of_what_is_issued_are_noted(
     assert seen == [CommandIssued(now + 1, (1,), "", c.Sync(7), SITE)]
     arrived = [x for rank, message in hub.sent if rank == 1 for x in codec.decode_batch(message).commands]
     assert [x.request for x in arrived if isinstance(x, c.Sync)] == [1, 2, 3, 4, 9, 5, 6, 7, 8]
-    notes.trim()
+    notes.drop_oldest()
     assert notes.noted[(1,), me] == [now, SITE, now + 1, SITE]
     assert (len(notes.noted[(0, 1), me]), notes.dropped) == (2, 3)
 
