@@ -1,7 +1,8 @@
 """A record as Chrome's Trace Event JSON, which Perfetto, chrome://tracing and TensorBoard open.
 
     process "script"            threads issue, waits, uploads, downloads
-    process "node 1 (host, cpu)"  threads default stream, each other stream, send, receive, functions
+    process "node 1 (host, cpu)"  threads default stream, each other stream, send, receive, functions, and those that
+                                  torch's profiler has seen there (torch_trace.py)
 
 The slices of a thread nest: one that would overlap another is an asynchronous pair (b, e) with a mark of no length,
 at which its arrow ends. All times are by the script's clock, in microseconds since the first event.
@@ -14,7 +15,7 @@ import json
 import os
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -29,6 +30,7 @@ from ..runtime.protocol import commands as c
 from .arrows import Arrow, Arrows, At, PointOf, plain_number
 from .recording import LineNames, NodeRecord, ProfileRecord
 from .timed_commands import IssuedCommand
+from .torch_trace import TorchTrace
 
 #: Seconds between two commands of a line from which on they are two slices.
 GAP = 1e-3
@@ -63,8 +65,9 @@ class Slice:
 class ChromeTrace:
     """The events of a record, as JSON has them."""
 
-    def __init__(self, record: ProfileRecord) -> None:
-        self._record = record
+    def __init__(self, record: ProfileRecord, torch_traces: Sequence[TorchTrace] = ()) -> None:
+        """``torch_traces``: those of the record's nodes, if torch's profiler was on there."""
+        self._record, self._torch_traces = record, [it for it in torch_traces if it.rank in record.nodes]
         self._arrows = Arrows(record)
         self._lines = LineNames()
         self._first = self._first_moment()
@@ -81,7 +84,11 @@ class ChromeTrace:
         self._lay_script()
         for node in self._record.nodes.values():
             self._lay_node(node)
+        for trace in self._torch_traces:
+            self._lay_torch(trace)
         events = [*self._slice_events(), *self._arrow_events(), *self._loss_events()]
+        for trace in self._torch_traces:
+            events += self._torch_events(trace)
         return {
             "schemaVersion": SCHEMA,
             "displayTimeUnit": "ms",
@@ -93,7 +100,7 @@ class ChromeTrace:
 
     def _metadata(self) -> dict[str, Any]:
         record = self._record
-        nodes = {
+        nodes: dict[str, dict[str, Any]] = {
             str(rank): {
                 "events": len(node.events),
                 "dropped": node.dropped,
@@ -104,6 +111,8 @@ class ChromeTrace:
             }
             for rank, node in record.nodes.items()
         }
+        for trace in self._torch_traces:
+            nodes[str(trace.rank)]["torch"] = {"events": len(trace.events), "missing": trace.missing}
         return {"room": ROOM, "commands": COMMANDS, "dropped": record.dropped, "nodes": nodes}
 
     # ---- moments -----------------------------------------------------------------------------------------------------
@@ -114,6 +123,8 @@ class ChromeTrace:
         moments += [move.began for move in self._record.transfers]
         moments += [part.began for part in self._record.regions]
         moments += [each.began - node.ahead for node in self._record.nodes.values() for each in node.events]
+        for trace in self._torch_traces:
+            moments += [self._torch_at(trace, each.begin_ns) for each in trace.events if each.ph != "M"]
         return min(moments)
 
     def _moment(self, at: float) -> int:
@@ -253,6 +264,32 @@ class ChromeTrace:
             case c.Run(what=what):
                 found |= {"function": what}
         return found
+
+    # ---- torch's profiler --------------------------------------------------------------------------------------------
+
+    def _torch_at(self, trace: TorchTrace, ns: int) -> float:
+        return trace.at(ns) - self._record.nodes[trace.rank].ahead
+
+    def _torch_moment(self, trace: TorchTrace, ns: int) -> int:
+        return self._moment(self._torch_at(trace, ns))
+
+    def _lay_torch(self, trace: TorchTrace) -> None:
+        places = trace.places()
+        for event in trace.slices():
+            began, ended = self._torch_moment(trace, event.begin_ns), self._torch_moment(trace, event.end_ns)
+            thread, args = places[event.pid, event.tid], trace.args(event)
+            self._add(None, Slice(trace.rank, thread, event.name, began, ended, args, event.cat or COMMAND))
+
+    def _torch_events(self, trace: TorchTrace) -> Iterator[dict[str, Any]]:
+        """Yields what is no slice: arrows, and what has no length."""
+        places = trace.places()
+        for event in trace.without_length():
+            thread = places[event.pid, event.tid]
+            yield {
+                "ph": event.ph, "name": event.name, "cat": event.cat, "pid": pid_of(trace.rank),
+                "tid": self._tid(trace.rank, thread), "ts": _us(self._torch_moment(trace, event.begin_ns)),
+                **trace.more(event),
+            }  # fmt: skip
 
     # ---- events ------------------------------------------------------------------------------------------------------
 

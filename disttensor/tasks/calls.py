@@ -78,6 +78,7 @@ class FunctionCall:
         if session.before_functions is not None:
             session.before_functions(place, site)
         self.place = place
+        self.cancels = True  #: whether its end cancels a function that has not ended; else that goes on, for nobody
         self._site = site
         if announcing is None:
             kwargs = dict(kwargs)
@@ -184,7 +185,8 @@ class FunctionCall:
         if not self._adopted:
             self._sent.discard((self.place.node, self._function))  # the node may not have come to keep it
             if self._request and self.place.outbox.lost is None:
-                session_of(self.place).link.cancel(self.place.node, self._request)  # if it runs: nobody waits for it
+                if self.cancels:  # if it runs: nobody waits for it
+                    session_of(self.place).link.cancel(self.place.node, self._request)
                 # nobody will adopt what it returns
                 self.place.outbox.add(c.Adopt(self._request, ()), self._site)
         self._keep.clear()  # now, and not when the collector finds the pickler, which is in a cycle
@@ -196,8 +198,9 @@ class Calls:
     At the end of its ``with`` block the nodes and the script drop what they keep for them.
     """
 
-    def __init__(self, session: Session, site: Site | None) -> None:
-        self._session, self._site = session, site
+    def __init__(self, session: Session, site: Site | None, cancels: bool = True) -> None:
+        """``cancels``: functions for which nobody waits any more are cancelled; else they run all the same."""
+        self._session, self._site, self._cancels = session, site, cancels
         self._calls: list[FunctionCall] = []
         self._requests: list[Request] = []
         self.kept = True  #: whether the process group in which they ran still exists on all nodes
@@ -205,6 +208,7 @@ class Calls:
     def add(self, place: NodePlace, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionCall:
         """Sends a function and its arguments to a node; returns the call. Raises as ``run`` does."""
         self._calls.append(FunctionCall(self._session, place, fn, args, kwargs, self._site))
+        self._calls[-1].cancels = self._cancels
         return self._calls[-1]
 
     def begin_calls(self, world: c.World | None = None, draws: bool = True, holds: bool = False) -> None:
@@ -226,12 +230,14 @@ class Calls:
         requests = list(self._requests)
         return sum(request.done for request in requests), len(self._calls)
 
-    def outcomes(self) -> list[Any]:
-        """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost."""
+    def outcomes(self, deadline: float | None = None) -> list[Any]:
+        """Waits for all of them; returns what each has returned, or the exception that it has raised, or NodeLost, or
+        TimeoutError at ``deadline``, by the link's clock."""
         session, found = self._session, list[Any]()
         for call, request in zip(self._calls, self._requests, strict=True):
             try:
-                reply: Any = session.link.waiting.wait(request)
+                left = None if deadline is None else max(0.0, deadline - session.link.clock.now())
+                reply: Any = session.link.waiting.wait(request, left)
                 if isinstance(reply, c.Poisoned):
                     raise session.questions.failure(reply.rank, reply.seq)
                 found.append(call.result(reply))

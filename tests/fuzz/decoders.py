@@ -8,6 +8,7 @@ neither.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import inspect
 import io
 import json
@@ -78,7 +79,10 @@ from disttensor.runtime.protocol.errors import BrokenError, ChannelError, Protoc
 from disttensor.runtime.protocol.shared_objects import Joining
 from disttensor.runtime.shared import values as shared_values
 from disttensor.runtime.transport import tunnel, tunnel_io
+from disttensor.seeing.chrome_trace import ChromeTrace, encode
 from disttensor.seeing.flight import _plain
+from disttensor.seeing.recording import NodeRecord, ProfileRecord
+from disttensor.seeing.torch_trace import TorchFile, plain, trace_of
 from disttensor.startup.settings import Settings
 
 
@@ -478,6 +482,38 @@ def _flights() -> list[bytes]:
 _FLIGHTS = _flights()
 
 
+_TORCH_FILES = st.builds(
+    TorchFile,
+    st.lists(
+        st.fixed_dictionaries(
+            {"ph": st.sampled_from("XXsfiCM"), "ts": st.floats(0, 1e9), "dur": st.floats(-1, 1e9), "pid": st.just(5)},
+            optional={
+                "name": st.sampled_from(["aten::mm", "process_labels", "thread_name"]), "tid": st.integers(0, 2),
+                "id": st.integers(0, 2), "args": st.sampled_from([{}, {"labels": "CPU"}, {"External id": 7}]),
+            },
+        ),
+        max_size=5,
+    ),
+    st.integers(0, 2**63 - 1),
+)  # fmt: skip
+_MOMENTS = [(1_000_000_000, 1.0), (2_000_000_000, 2.0)]
+
+
+def _torch_timeline(data: bytes) -> None:
+    """It is laid beside what else is known of the node, into the file of all."""
+    trace = trace_of(0, gzip.compress(data, 0), (_MOMENTS, {5: "MainThread"}))
+    record = ProfileRecord(1.0, 2.0, 10**18, (), (), (), (), (), (), {0: NodeRecord(0)}, {}, {})
+    encode(ChromeTrace(record, [trace]).to_dict(1, "tcp", {}), "")
+
+
+def _torch_moments(data: bytes) -> None:
+    try:
+        told = msgspec.json.decode(data)
+    except (ValueError, RecursionError):  # it comes as a value
+        return
+    trace_of(0, gzip.compress(b'{"traceEvents": []}'), told)
+
+
 def _job_request(data: bytes) -> None:
     answer = JobWindow()._reply(data)
     assert isinstance(answer, job_sockets.Refusal)
@@ -751,6 +787,30 @@ DECODERS: tuple[Decoder, ...] = (
             "runtime/process/flight.py:_record",
             "disttensor/seeing/flight.py:_node",
         ),
+    ),
+    Decoder(
+        "timeline of torch's profiler",
+        messages(JSON, _TORCH_FILES),
+        _torch_timeline,
+        (ProtocolError,),
+        covers=("disttensor/seeing/torch_trace.py:decode_file",),
+        examples=20,
+    ),
+    Decoder(
+        "timeline of torch's profiler, compressed",
+        messages(JSON, _TORCH_FILES).map(gzip.compress),
+        plain,
+        (ProtocolError,),
+        covers=("disttensor/seeing/torch_trace.py:plain",),
+        examples=20,
+    ),
+    Decoder(
+        "moments beside a timeline of torch's profiler",
+        messages(JSON, st.just([_MOMENTS, {}])),
+        _torch_moments,
+        (ProtocolError,),
+        covers=("disttensor/seeing/torch_trace.py:trace_of",),
+        examples=20,
     ),
     Decoder(
         "answer of what is shared",

@@ -37,19 +37,24 @@ def test_a_container_with_times_of_its_own_has_another_clock() -> None:
     assert moments[1] - time.monotonic() > 4000
 
 
-def test_a_node_that_is_lost(tmp_path: Path) -> None:
-    with dt.init_master_worker(nodes=2, threads=1):
-        with dt.seeing.profile(tmp_path / "t.json"):
+def test_a_node_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With torch's profiler on all nodes."""
+    with caplog.at_level(logging.WARNING), dt.init_master_worker(nodes=2, threads=1):
+        with dt.seeing.profile(tmp_path / "t.json", torch=True):
             torch.ones(3, device="node:0").neg_().cpu()
             testing.kill(1)
             with pytest.raises(dt.NodeLost):
                 torch.ones(3, device="node:1").cpu()
         trace = read(tmp_path / "t.json")
-        assert slices(trace, name="aten::neg_", pid=2)
+        assert {"number", "External id"} <= {
+            key for it in slices(trace, name="aten::neg_", pid=2) for key in it["args"]
+        }
         (loss,) = (each for each in trace["traceEvents"] if each["ph"] == "i")
         assert (loss["name"], loss["pid"]) == ("node 1 is lost", 3)
         assert trace["disttensor"]["nodes"]["1"]["missing"]
         assert not trace["disttensor"]["nodes"]["0"]["missing"]
+        assert "node 1" in trace["disttensor"]["nodes"]["1"]["torch"]["missing"]
+        assert "node 1 is not in the timeline of torch's profiler: node 1" in caplog.text
         with dt.seeing.profile(tmp_path / "later.json"):
             torch.ones(3, device="node:0").neg_().cpu()
         assert slices(read(tmp_path / "later.json"), name="aten::neg_", pid=2)

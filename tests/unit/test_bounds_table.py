@@ -30,6 +30,11 @@ TABLE = {
     "disttensor/seeing/recording.py": {"MOST_BYTES": _KEPT},
     "disttensor/seeing/shares.py": {"MOST": "lines of the script that are shown"},
     "disttensor/seeing/reading.py": {"MOST": "lines of the script, and queues, that are shown"},
+    "disttensor/seeing/torch_trace.py": {
+        "MOST": "says so: tests/seeing/test_torch_profile.py",
+        "le=2.0 ** 53": "microseconds, which are 285 years",
+        "le=2 ** 63 - 1": "nanoseconds since 1970, up to 2262",
+    },
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
     "runtime/channel/shm/segments.py": {"MOST_IDLE": _KEPT},
