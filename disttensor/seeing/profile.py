@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .. import torch_patches
 from ..dispatch.call_site import here
 from ..runtime.master.failures import short_line
 from ..runtime.protocol.bundle import VERSION
@@ -78,6 +79,7 @@ class Profile:
         """
         session = current.session()
         place, recording, watch = session.part(WatchPlace), Recording(session.link), RunWatch(session)
+        torch_patches.install(torch_patches.PROFILING)
         place.enter(begun)
         profilers = self._profilers(session)
         try:

@@ -18,9 +18,9 @@ from ..runtime.process import torch_switches
 from ..runtime.protocol.errors import DisttensorError
 
 #: The moments at which rows are installed: when torch gets the device's name, at the first session, and when a program
-#: first uses torch.compile, FSDP, ``with dt.node(1)`` or a recording.
-IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING = (
-    "import", "session", "compiling", "sharding", "elsewhere", "recording",
+#: first uses torch.compile, FSDP, ``with dt.node(1)``, a recording or a profile.
+IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING = (
+    "import", "session", "compiling", "sharding", "elsewhere", "recording", "profiling",
 )  # fmt: skip
 
 
@@ -311,6 +311,15 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.optim.*._get_value", "graphs.optimizer_steps:get_value", RECORDING,
         "an optimizer's count of its steps is a number that each replay gives anew", "capturable optimizers everywhere",
+    ),
+    # ---- with the first profile (seeing/profile.py)
+    Patch(
+        "torch.autograd.profiler.record_function.__enter__", "seeing.torch_regions:entering", PROFILING,
+        "torch.profiler.record_function names a part of the script for a timeline, too", "a hook for them in Python",
+    ),
+    Patch(
+        "torch.autograd.profiler.record_function.__exit__", "seeing.torch_regions:leaving", PROFILING,
+        "the end of such a part", "a hook for them in Python",
     ),
 )  # fmt: skip
 

@@ -148,6 +148,48 @@ def test_regions_steps_and_tables() -> None:
     assert any(f"{line(test_regions_steps_and_tables, 7)}  y.sum()" in row for row in shown[6:]), shown
 
 
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.profiler.record_function("scripted"):
+        return x + 1
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+@pytest.mark.usefixtures("cluster")
+def test_torchscript_compiles_parts_that_have_names() -> None:
+    with dt.seeing.profile():
+        pass
+    assert torch.jit.script(scripted)(torch.ones(2)).tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_parts_that_torch_names() -> None:
+    """By ``record_function`` of the script's, and of torch's own in its steps; those that are under way at either end
+    of the profile are in none."""
+    with dt.seeing.profile():  # from the first one on they are heard of
+        pass
+    x = torch.ones(8, 8, device="node:0", requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    before, after = torch.profiler.record_function("before"), torch.profiler.record_function("after")
+    with before:
+        prof = dt.seeing.profile().__enter__()
+    with torch.profiler.record_function("forward"):
+        (x @ x).sum().backward()
+    with pytest.raises(KeyError), torch.profiler.record_function("failed"):
+        raise KeyError
+    optimizer.step()
+    with after:
+        prof.__exit__(None, None, None)
+    trace = prof.to_dict()
+    check_trace(trace)
+    parts = slices(trace, cat="user_annotation")
+    assert {"forward", "failed", "Optimizer.step#SGD.step"} <= {each["name"] for each in parts}
+    assert not {"before", "after"} & {each["name"] for each in parts}
+    (forward,) = (each for each in parts if each["name"] == "forward")
+    issued = slices(trace, name=line(test_parts_that_torch_names, 12), cat="issue")
+    assert issued
+    assert all(within(it, forward) for it in issued)
+
+
 @pytest.mark.usefixtures("cluster")
 def test_one_at_a_time(tmp_path: Path) -> None:
     with dt.seeing.profile() as outer:

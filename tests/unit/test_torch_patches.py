@@ -14,7 +14,17 @@ from sources import Source, below, refuse, source
 
 from disttensor import torch_patches
 from disttensor.runtime.protocol.errors import DisttensorError
-from disttensor.torch_patches import COMPILING, ELSEWHERE, IMPORT, PATCHES, RECORDING, SESSION, SHARDING, Patch
+from disttensor.torch_patches import (
+    COMPILING,
+    ELSEWHERE,
+    IMPORT,
+    PATCHES,
+    PROFILING,
+    RECORDING,
+    SESSION,
+    SHARDING,
+    Patch,
+)
 
 #: Assignments to what is torch's that are no patches: (file, target).
 NO_PATCH = {
@@ -39,7 +49,7 @@ def is_whole(patch: Patch) -> bool:
     """Whether a row says when, why and what for, and names a function that is there."""
     module, _, function = patch.make.partition(":")
     there = callable(getattr(importlib.import_module(f"disttensor.{module}"), function, None))
-    when = patch.when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING)
+    when = patch.when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING)
     return there and when and len(patch.why) > 10 and bool(patch.wanted)
 
 
@@ -112,7 +122,7 @@ def test_it_all_goes_back(none_installed: None) -> None:
         return [vars(owner).get(name) for owner, name in found]
 
     before = seen()
-    for when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING):
+    for when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING):
         torch_patches.install(when)
     assert len(torch_patches._undo) == len(before)
     assert seen() != before
