@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from array import array
 from functools import partial
 from typing import Any
@@ -311,6 +312,27 @@ def test_a_worker_in_the_place_of_another_is_asked_for_all_that_it_has_noted(
     found = looker.looking.fetch(1)
     assert looker.words(1) == [side.Gather(2, 0)]
     assert (len(found.events), found.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "back", "wrong"),
+    [(0.005, 0.005, 0.0), (0.0, 0.005, 0.0025), (0.005, 0.0, 0.0025), (0.005, 0.001, 0.002)],
+)
+def test_a_clock_behind_a_delay(looker: Looker, clock: VirtualClock, there: float, back: float, wrong: float) -> None:
+    """Of words that take as long there as back it is known; else to half of what both take, and that bound is told."""
+
+    def arrive(answer: side.Gathered) -> None:
+        looker.beside.arrived.append((1, side.encode(answer)))
+        os.eventfd_write(looker.beside.event, 1)
+
+    def read(request: int) -> None:
+        clock.plan(back, partial(arrive, side.Gathered(request, clock.now() + 100, 0, (), False, "another")))
+
+    looker.looking.watch([1], ["graph"], 5)
+    clock.plan(there, partial(read, 1))
+    found = looker.looking.fetch(1)
+    assert abs(found.ahead - 100) == pytest.approx(wrong, abs=1e-6)
+    assert found.within == pytest.approx((there + back) / 2, abs=1e-6)
 
 
 def test_a_clock_that_both_have_is_not_measured(looker: Looker, clock: VirtualClock) -> None:
