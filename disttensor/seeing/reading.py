@@ -32,6 +32,7 @@ from ..tasks.actors import Actors
 from ..tasks.held import SessionObjects
 from .slow_watch import SlowNodes
 from .status import (
+    OLD,
     ActorStatus,
     CompileStatus,
     CopyStatus,
