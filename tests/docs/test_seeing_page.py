@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -96,7 +95,7 @@ def test_a_program_that_hangs_is_seen(tmp_path: Path) -> None:
 def await_rows(screen: Screen, *rows: str) -> None:
     """Waits until a terminal has these rows, one below the other."""
     while "\n".join(rows) not in (there := without_times("\n".join(screen.look()))):
-        assert select.select([screen._ours], [], [], HANG)[0], there
+        assert screen.await_more(), there
 
 
 def assert_in_order(rows: list[str], text: str) -> None:

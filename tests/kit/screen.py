@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import termios
 
 import pyte
+from limits import HANG
 
 from disttensor.runtime.launch.output.printer import Printer
 
@@ -26,6 +28,10 @@ class Screen:
         """What the user's own process writes."""
         os.write(self.fd, text.encode())
         self.look()
+
+    def await_more(self) -> bool:
+        """Waits until something more has been written; returns False where nothing is."""
+        return bool(select.select([self._ours], [], [], HANG)[0])
 
     def look(self) -> list[str]:
         """All lines, those that have scrolled away included, without the empty ones at the end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -265,7 +264,7 @@ def test_a_wait_of_a_session_is_shown_and_erased(monkeypatch: pytest.MonkeyPatch
 
         def open_when_shown() -> None:
             while not seen:
-                select.select([screen._ours], [], [], HANG)
+                screen.await_more()
                 seen.extend(row for row in screen.look() if f" for {what}" in row)
             os.write(outer, b"x")
             begun.put(b"x")

@@ -62,6 +62,7 @@ TABLE = {
         "MOST_REQUEST": "numbers of nodes, of which no job has so many",
         "MOST_ANSWER": "a status of nodes, and 500 lines of output: " + _OURS,
     },
+    "disttensor/seeing/metrics_server.py": {"MOST": "further connections are ended: tests/seeing/test_metrics.py"},
     "runtime/host/job_window.py": {"MOST": "further connections are ended: tests/seeing/test_job_window.py"},
     "runtime/launch/rendezvous/credentials.py": {"_MOST": "a file of ours"},
     "runtime/launch/tree/control.py": {"MAX_FRAME": "a start's bundles, and pieces of output: " + _OURS},

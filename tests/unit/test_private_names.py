@@ -80,6 +80,7 @@ INTERNAL: dict[str, str] = {
     "graphs/test_engine_programs.py": "what engines make of a Program",
     "graphs/test_pieces.py": "the pieces in which an Interpreter compiles a Program",
     "docs/test_doctor_page.py": "what becomes of a trial that crashes or hangs, and the words of a row",
+    "docs/test_seeing_page.py": "the seconds after which a wait is shown, and told of, which are a minute",
     "docs/test_gpu_page.py": "the steps of the doctor's trial of GPUs",
     "docs/test_docstring_examples.py": "the names of modules whose docstrings have examples, some of them internal",
     "checkpoint/test_checkpoint_kills.py": "when a wait for a save says so, and another job's claim",
