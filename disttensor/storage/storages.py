@@ -285,7 +285,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     locations."""
     if not location.startswith("node"):
         return None
-    # not storage.to(), for which torch makes the device the current one, and a mesh can't be that
+    # not storage.to(), for which torch makes the device the current one
     return NodeStorage(_bytes(storage).to(location))
 
 

@@ -381,6 +381,11 @@ def test_what_a_graph_uploads_and_a_collective_writes_is_new_in_each_replay() ->
     with dt.graph(g):
         xs = [torch.ones(2).to(f"node:{k}") for k in range(2)]
         dt.all_reduce(xs)
+        nobodys = [torch.ones(2).to(f"node:{k}") for k in range(2)]
+        dt.all_reduce(nobodys)
+        sums = [x + 1 for x in nobodys]
+        del nobodys  # what somebody holds is new in each replay, whoever writes it
     for _ in range(3):
         g.replay()
         assert [x.tolist() for x in xs] == [[2.0, 2.0], [2.0, 2.0]]
+        assert [x.tolist() for x in sums] == [[3.0, 3.0], [3.0, 3.0]]

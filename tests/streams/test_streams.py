@@ -376,11 +376,14 @@ def test_nothing_is_left_of_streams_and_what_they_made() -> None:
     before = testing.usage(x)
     for _ in range(3):
         s = dt.Stream(0)
-        with dt.stream(s), busy(s):
-            y = x + 1
-            del y
-            z = (x * 2)[2:]
-        del z, s
+        with busy(s):
+            with dt.stream(s):
+                y = x + 1
+                del y
+                z = (x * 2)[2:]
+            del z
+            x.sum().item()  # by then node 0 has been told of what is dead, which the stream has not made yet
+        del s
     gc.collect()
     dt.synchronize()
     assert testing.usage(x) == before
