@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -18,7 +17,6 @@ from ..runtime.protocol.failure_ids import position
 from . import holdings
 from .agreement import agreed
 from .places import MeshPlace, Place, R
-from .waits import Waits
 
 #: Replies that a line of the script waits for because it asks for a value.
 _VALUES = (c.Answer, c.Shapes)
@@ -27,9 +25,8 @@ _VALUES = (c.Answer, c.Shapes)
 class Questions:
     """The questions of a session to its nodes."""
 
-    def __init__(self, link: Link, counted: Waits) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._counted = counted
         #: says which of a mesh's ranks a node is; "" for one that is in none
         self.coordinates: Callable[[int], str] = lambda rank: ""
 
@@ -45,24 +42,19 @@ class Questions:
         waits("this operation")
         if late_warnings.pending:
             late_warnings.show_warnings()
-        if kind not in _VALUES:
-            return self.ask_uncounted(place, kind, command, site, due)
-        began = time.perf_counter()
-        try:
-            return self.ask_uncounted(place, kind, command, site, due)
-        finally:
-            self._counted.add(site, time.perf_counter() - began)
+        return self.ask_now(place, kind, command, site, due)
 
-    def ask_uncounted(
+    def ask_now(
         self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int
     ) -> R:
-        """Does what ``ask`` does, except that it counts no wait of the line."""
+        """Does what ``ask`` does, where it may."""
         link = self._link
         # a mesh's nodes are asked by one command, and have to give one reply
         if isinstance(place, MeshPlace):
             return self._ask_all(place, kind, command, site, due)
         request = link.requests.new(place.node, kind, due)
-        request.counted = kind in _VALUES
+        if kind in _VALUES:
+            request.counted, request.site = True, site
         commands = place.outbox.commands
         commands += (command(request.id), site)
         reply = link.sender.exchange(place.outbox, request, None)
@@ -79,7 +71,8 @@ class Questions:
         """
         link = self._link
         request = link.requests.new_to_all(place.outbox, kind, due)
-        request.counted = kind in _VALUES
+        if kind in _VALUES:
+            request.counted, request.site = True, site
         commands = place.outbox.commands
         commands += (command(request.id), site)
         link.sender.exchange(place.outbox, request, None)

@@ -84,8 +84,8 @@ class Session:
         self.nodes: list[Node] = list(self.link.nodes)
         self.link.failures.on_warning = late_warnings.keep_warning
         self.waits = counted = Waits()  #: those of the script, by line
-        self.link.waiting.on_waited = counted.add_other
-        self.questions = questions = Questions(self.link, counted)
+        self.link.waiting.on_value, self.link.waiting.on_waited = counted.add, counted.add_other
+        self.questions = questions = Questions(self.link)
         self.ask = questions.ask
         self.router = ChannelRouter(
             self.link,

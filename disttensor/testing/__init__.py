@@ -207,7 +207,7 @@ def _outboxes(session: Any) -> list[object]:
 _POINTS: dict[str, Callable[[Any], tuple[list[object], str]]] = {
     "window": lambda session: ([session.link.sender], "wait_for_room"),
     "wait": lambda session: ([session.link.waiting], "wait"),
-    "ask": lambda session: ([session.questions], "ask_uncounted"),
+    "ask": lambda session: ([session.questions], "ask_now"),
     "pack": lambda session: (_outboxes(session), "pack"),
     "bury": lambda session: (_outboxes(session), "take_dead"),
     "send": lambda session: ([session.link.hub], "send"),

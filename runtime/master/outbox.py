@@ -190,7 +190,7 @@ class Outbox(CommandQueue):
         ready, trail = self.ready, self.trail
         end, _, sites, _ = self._flight[-len(ready)]
         count, slot = len(sites), trail.slot()
-        trail.lines[slot >> 5] = next(filter(None, sites), None)
+        trail.lines[slot >> 5] = sites[0] or next(filter(None, sites), None)
         trail.write(slot, at, end - count, len(ready[0]), 0.0, count, SENT)
 
     def running(self) -> Site | None:

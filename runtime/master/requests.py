@@ -11,6 +11,7 @@ from ..protocol import commands as c
 from ..protocol.arguments import Message
 from .command_queue import CommandQueue
 from .connection import Life
+from .failures import Site
 from .link_state import LinkState
 from .node import Node
 
@@ -40,7 +41,7 @@ class Waker:
 class Request:
     """An answer that a thread waits for. ``reply`` is set before ``done``."""
 
-    __slots__ = ("counted", "done", "due", "id", "kind", "node", "queue", "reply", "waker")
+    __slots__ = ("counted", "done", "due", "id", "kind", "node", "queue", "reply", "site", "waker")
 
     def __init__(self, id: int, node: int, kind: type[Message] = c.Done, due: int = 0) -> None:
         self.id = id
@@ -50,6 +51,7 @@ class Request:
         self.reply: c.Reply | None = None
         self.done = False
         self.counted = False  #: whether its caller counts the wait for it
+        self.site: Site | None = None  #: the line that has asked for a value, of which the wait for it is counted
         self.waker: Waker | None = None  #: wakes the thread that waits
         self.queue: CommandQueue | None = None  #: for several nodes: their queue
 

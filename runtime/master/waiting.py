@@ -14,6 +14,7 @@ from ..process.observing import WaitEnded
 from ..process.signals import uninterrupted
 from ..protocol import commands as c
 from .command_queue import CommandQueue
+from .failures import Site
 from .link_state import LinkState
 from .losses import Losses
 from .patience import Patience
@@ -42,6 +43,7 @@ class Waiting:
         "_state",
         "_waited",
         "on_long_wait",
+        "on_value",
         "on_waited",
         "under_way",
     )
@@ -54,7 +56,9 @@ class Waiting:
         self._local = threading.local()
         #: the requests for which threads wait: the thread's identifier, and when it began
         self.under_way: dict[Request, tuple[int, float]] = {}
-        #: is told, in the thread that has waited, of the seconds of each wait that nobody else counts
+        #: is told, in the thread that has waited, of the seconds of each wait for a value, with the line that asks
+        self.on_value: Callable[[Site, float], object] = lambda site, seconds: None
+        #: is told of those of each other wait that nobody else counts
         self.on_waited: Callable[[float], object] = lambda seconds: None
         #: is called, in the thread that has waited, after a wait of a TICK and more
         self.on_long_wait: Callable[[], object] = lambda: None
@@ -112,7 +116,9 @@ class Waiting:
                 trail.write(trail.slot(), began, request.id, 0, waited, 0, WAITED)
                 if waited >= TICK:
                     self.on_long_wait()
-            if turns and not request.counted:
+            if request.site is not None:
+                self.on_value(request.site, waited)
+            elif turns and not request.counted:
                 self.on_waited(waited)
             if self._waited.listeners:
                 self._waited.notify(WaitEnded(now, began, request.node, request.id))

@@ -58,7 +58,7 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
 }
 #: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
 #: has applied. An operation has none.
-SENT_RECORD, APPLIED_RECORD = 74, 28
+SENT_RECORD, APPLIED_RECORD = 69, 28
 #: Places, and the opcodes of the script's thread for one message to them, with one operation.
 SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
     "a node": (lambda it: it.plain, 846 + SENT_RECORD),
