@@ -74,6 +74,7 @@ def test_an_engine_with_hooks(sequential: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.row("P10")
+@pytest.mark.timeout(300)  # for tools/ci/mutants.py as well, whose limit is less
 def test_a_batch_that_grows_with_the_nodes(tmp_path: Path) -> None:
     lines = python(str(MNIST / "scaled.py"), "--nodes", "3", cwd=tmp_path).splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]

@@ -36,6 +36,7 @@ SLOW = [
 
 
 @pytest.mark.fault(41)
+@pytest.mark.timeout(300)  # for tools/ci/mutants.py as well, whose limit is less
 @pytest.mark.parametrize(
     "suites", [QUICK, *(pytest.param([suite], marks=pytest.mark.slow) for suite in SLOW)], ids=["quick", *SLOW]
 )
