@@ -145,8 +145,11 @@ def test_large_tensors_go_by_mpi(mpi: Mpi) -> None:
         def counts():
             from disttensor.runtime.channel.mpi import channel as channel
             return channel.counts
+        def has_met():
+            found = [counts(), *(dt.run(counts, node=k) for k in range(2))]
+            return all(c["Isend"] >= 2 and c["Irecv"] >= 2 for c in found)
         big = torch.randn(500, 1000)
-        for _ in range(3):
+        while not has_met():  # by tcp, until both ends have heard that the other one has MPI
             x = big.to("node:0")
             assert torch.equal(x.mT.to("node:1").cpu(), big.mT)
         small = torch.randn(3).to("node:0").to("node:1").cpu()
