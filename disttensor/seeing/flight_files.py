@@ -38,7 +38,7 @@ class FlightFolder:
     def name(self, kind: str) -> str:
         """Returns the path of the next file. Names are in the order of time. ``kind``: "lost" or "wait"."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return os.path.join(self.path, f"flight-{stamp}-{os.getpid()}-{next(_numbers)}-{kind}.json")
+        return os.path.join(self.path, f"flight-{stamp}-{os.getpid()}-{next(_numbers):06}-{kind}.json")
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, whole or not at all, and removes those that are too many. Raises OSError."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from disttensor.runtime.process.observing import NodeGone
 from disttensor.runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, RECEIVE, Page
 from disttensor.runtime.protocol.errors import NodeLost
 from disttensor.seeing import flight as seeing_flight
+from disttensor.seeing import flight_files
 from disttensor.seeing.flight import AGAIN, COMES, LONG, LOOK, FlightRecorder, lines_of, record_of
 from disttensor.seeing.flight_files import FLIGHT, KEPT, FlightFolder, flight_folder
 from disttensor.session import current
@@ -286,6 +288,13 @@ def test_waits_for_one_node_are_recorded_once_a_minute(job: Job) -> None:
     told = job.pass_time(LONG + 10)
     assert [text.partition("for ")[2] for text in told] == ["node 1", "node 0"]
     del job.waits[other]
+
+
+def test_names_of_files_are_in_the_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a second their numbers are what tells them apart: the oldest are removed by their names."""
+    monkeypatch.setattr(flight_files, "_numbers", count(8))
+    names = [FlightFolder(str(tmp_path), False).name("wait") for _ in range(4)]
+    assert names == sorted(names)
 
 
 def test_it_is_written_as_soon_as_nodes_have_told(job: Job) -> None:
