@@ -281,7 +281,7 @@ class ChromeTrace:
             self._add(None, Slice(trace.rank, thread, event.name, began, ended, args, event.cat or COMMAND))
 
     def _torch_events(self, trace: TorchTrace) -> Iterator[dict[str, Any]]:
-        """Yields what is no slice: arrows, and what has no length."""
+        """Yields arrows, instants and counters: all events except slices."""
         places = trace.places()
         for event in trace.without_length():
             thread = places[event.pid, event.tid]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from prometheus_client.registry import Collector
 
-#: What has prometheus_client be there.
+#: The command that installs prometheus_client.
 INSTALL = "pip install 'disttensor[metrics]'"
 #: The labels of a node's figures. ``place`` are its coordinates in the largest mesh that has it, such as "dp=3".
 NODE = ("node", "host", "place")
@@ -41,7 +41,9 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("session_running", GAUGE, "1 while the script has a session, else 0; then there are no other figures."),
+    Family(
+        "session_running", GAUGE, "1 while the script has a session, else 0: without a session this is the only figure."
+    ),
     Family("nodes", GAUGE, "Nodes of the session, with those that are lost."),
     Family("script_commands", COUNTER, "Commands that the script has issued."),
     Family("script_cpu_seconds", COUNTER, "Time for which the script's process has run on cores."),

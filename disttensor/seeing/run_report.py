@@ -315,7 +315,7 @@ def transfer_sites(record: ProfileRecord) -> dict[tuple[int, int], Site]:
     graphs transfer has none."""
     found: dict[tuple[int, int], Site] = {}
     for sent in record.sent:
-        for outer, site in zip(codec.decode_batch(sent.message).commands, sent.sites, strict=False):
+        for outer, site in zip(codec.decode_batch(sent.message).commands, sent.sites, strict=True):
             match without_stream(outer):
                 case c.Send(transfer=transfer) if site is not None:
                     found[sent.node, transfer] = site

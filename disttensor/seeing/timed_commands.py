@@ -91,8 +91,9 @@ def issued_commands(
     notes = sorted(
         (
             _Note(at, nodes, site, thread)
-            for (nodes, thread), flat in list(noted.items())
-            for at, site in zip(flat[::2], flat[1::2], strict=False)
+            # copies: a thread that has just begun to issue may append a pair even now
+            for (nodes, thread), flat in [(key, list(pairs)) for key, pairs in list(noted.items())]
+            for at, site in zip(flat[::2], flat[1::2], strict=True)
         ),
         key=lambda note: note.at,
     )

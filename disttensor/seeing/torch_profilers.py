@@ -35,7 +35,7 @@ class TorchOptions(NamedTuple):
 
 
 def torch_options(activities: Iterable[ProfilerActivity] | None, **flags: bool) -> TorchOptions:
-    """Returns the options of these arguments. Raises TypeError for what is no activity."""
+    """Returns the options of these arguments. Raises TypeError for anything except activities."""
     if activities is None:
         return TorchOptions(None, flags)
     wanted = [*activities]

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..runtime.protocol.errors import ProtocolError
+from ..runtime.protocol.errors import UNDECODABLE, ProtocolError
 
 #: The most bytes of one, which are those of a page of text.
 MOST = 1 << 30
 #: The bits of a number in one of them: those of another node are beyond.
 NUMBER = 40
-#: What is a number of one file among the arguments of its events.
+#: The arguments of events by which the events of one file refer to each other.
 _NUMBERS = ("External id", "correlation", "Ev Idx", "Python id", "Python parent id")
 
 #: What a number may be, that another program writes into a file.
@@ -141,7 +141,7 @@ class TorchTrace:
                 yield from ends
 
     def args(self, event: TorchEvent) -> dict[str, Any]:
-        """Returns what an event says, with numbers that are no other node's."""
+        """Returns the arguments of an event, with numbers that only this node has."""
         changed = {name: self._number(event.args[name]) for name in _NUMBERS if name in event.args}
         return {**event.args, **changed}
 
@@ -181,5 +181,5 @@ def decode_file(data: bytes) -> TorchFile:
     """Returns what a file of torch's profiler has. Raises ProtocolError for what is none."""
     try:
         return msgspec.json.decode(data, type=TorchFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ProtocolError(f"what has come is no timeline of torch's profiler: {e}") from None
+    except UNDECODABLE as e:
+        raise ProtocolError(f"these bytes are not a timeline of torch's profiler: {e}") from None

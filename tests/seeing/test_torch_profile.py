@@ -234,8 +234,8 @@ REFUSED: dict[str, tuple[bytes, Any, str]] = {
     "a file that is cut": (file()[:-9], (MOMENTS, {}), "not arrived as a whole"),
     "a file that is not compressed": (b"{}", (MOMENTS, {}), "arrived damaged"),
     "a file that is too long": (gzip.compress(bytes(2000)), (MOMENTS, {}), "more than 1,000 bytes"),
-    "a file of something else": (gzip.compress(b'{"x": 1}'), (MOMENTS, {}), "no timeline of torch's profiler"),
-    "a time that is none": (file(op(1e300, 1)), (MOMENTS, {}), "no timeline of torch's profiler"),
+    "a file of something else": (gzip.compress(b'{"x": 1}'), (MOMENTS, {}), "are not a timeline of torch's profiler"),
+    "a time that is none": (file(op(1e300, 1)), (MOMENTS, {}), "are not a timeline of torch's profiler"),
     "a calendar that was set back": (file(), (MOMENTS[::-1], {}), "was set back meanwhile"),
     "moments that are none": (file(), ([1, 2], {}), "beside a timeline"),
 }
