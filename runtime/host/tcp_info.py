@@ -14,15 +14,45 @@ _BYTES, _LENGTH = 120, 136
 _GAP = 3.0
 
 
-#: The option TCP_RTO_MAX_MS, of Linux 6.15 and later, and the milliseconds that are set by it.
-_MOST_BETWEEN_TRIES, _MOST = 44, 1000
+#: The option TCP_RTO_MAX_MS, of Linux 6.15 and later; the least and the most milliseconds that it takes; and those before
+#: the first try.
+_MOST_BETWEEN_TRIES, _LEAST, _MOST, _FIRST = 44, 1000, 120_000, 200
+#: How many times the kernel tries again before it ends a connection, where no file says so.
+_TRIES = 15
+#: Seconds for which it is to go on beyond a limit: by so much whoever counts the silence is too late at most.
+LATE = 2 * _GAP
 
 
-def try_often(connection: socket.socket) -> None:
-    """Has the kernel send what was not answered again at least each second, where it can. Else the time between two
-    tries doubles: a link that is back after 13 s is found out after 25, when its host was given up."""
+def try_often(connection: socket.socket, silence: float) -> None:
+    """Has the kernel send what was not answered again each second, or as often as it can and still go on for longer
+    than ``silence`` seconds, where it has the option.
+
+    Else the time between two tries doubles: a link that is back after 13 s is found out after 25, when its host was
+    given up. But its tries are counted, and by one each second they are used up in 15 s: it would end a connection
+    before whoever counts the silence has said why, and however long that is to last.
+    """
     with suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, _MOST_BETWEEN_TRIES, _MOST)
+        most = most_between_tries(silence + LATE, _tries())
+        connection.setsockopt(socket.IPPROTO_TCP, _MOST_BETWEEN_TRIES, most)
+
+
+def most_between_tries(seconds: float, tries: int) -> int:
+    """Returns the milliseconds between two tries at most, in whole seconds, with which so many tries last for longer
+    than ``seconds``; the kernel's own two minutes where nothing less does."""
+    return next((most for most in range(_LEAST, _MOST, _LEAST) if lasting(most, tries) > seconds), _MOST)
+
+
+def lasting(most: int, tries: int) -> float:
+    """Returns for how many seconds the kernel tries again, if ``most`` milliseconds lie between two tries: at first
+    200, and twice as many each time until these are reached (tcp_model_timeout)."""
+    doubled = min((most // _FIRST).bit_length() - 1, tries)
+    return (((2 << doubled) - 1) * _FIRST + (tries - doubled) * most) / 1000
+
+
+def _tries() -> int:
+    with suppress(OSError, ValueError), open("/proc/sys/net/ipv4/tcp_retries2") as file:
+        return int(file.read())
+    return _TRIES
 
 
 def bytes_received(connection: socket.socket) -> int:

@@ -163,10 +163,10 @@ def _left_ms(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000))
 
 
-def _try_often(descriptor: int) -> None:
+def _try_often(descriptor: int, silence: float) -> None:
     """Has the kernel do so on a connection of ZeroMQ's, which may have ended: the number may be another's by then."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        try_often(connection)
+        try_often(connection, silence)
 
 
 def _connect(
@@ -199,7 +199,7 @@ def _connect(
             outcome, descriptor = struct.unpack_from("=Hi", monitor.recv_multipart()[0])
             if outcome == zmq.EVENT_CONNECTED:
                 answered = True
-                _try_often(descriptor)
+                _try_often(descriptor, silence)
         if outcome == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return sock, monitor
         monitor.close()

@@ -101,7 +101,10 @@ class ZapHandler:
         ctx: sockets.Context,
         router: zmq.Socket[bytes],
         keys: Mapping[bytes, int] | None,
+        silence: float = sockets.SILENCE,
     ) -> None:
+        """``silence``: the seconds without an answer of a node's kernel after which its connection is cut."""
+        self._silence = silence
         self._keys = None if keys is None else dict(keys)
         self._lock = threading.Lock()
         self._open: dict[int, _Accepted] = {}  # by descriptor
@@ -154,7 +157,7 @@ class ZapHandler:
             self._watched[descriptor] = rank
             address = self._open[descriptor].address
             with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
-                try_often(connection)
+                try_often(connection, self._silence)
             strange = self._is_strange(address)
         if strange:  # not by this thread: it holds the link's lock, for which a handler of the log may wait
             threading.Thread(target=self._refusals.note_refusal, args=(address, _STRANGE), daemon=True).start()
@@ -205,15 +208,14 @@ class ZapHandler:
                 with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def cut_deaf(self, silence: float) -> list[int]:
-        """Breaks each registered connection whose other end's kernel has not answered for so many seconds; returns the
-        ranks. (When nothing is under way the kernel finds out by itself.)
+    def cut_deaf(self) -> list[int]:
+        """Breaks each registered connection whose other end's kernel has not answered for long; returns the ranks. (When nothing is under way the kernel finds out by itself.)
         """
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():
                 with contextlib.suppress(OSError), self._open[descriptor].opened() as connection:
-                    if self._unanswered.setdefault(rank, Unanswered()).lasts(connection, silence):
+                    if self._unanswered.setdefault(rank, Unanswered()).lasts(connection, self._silence):
                         connection.shutdown(socket.SHUT_RDWR)
                         deaf.append(rank)
         return deaf

@@ -96,8 +96,7 @@ class ZmqHub(Hub):
         self._emptied = False  #: whether all messages were taken since then
         curve = sockets.Curve(*server_keys) if server_keys else None
         self._sock = sockets.router(self._ctx, endpoints[0], curve, unread, silence)
-        self._zap_handler = ZapHandler(self._ctx, self._sock, keys)
-        self._silence = silence
+        self._zap_handler = ZapHandler(self._ctx, self._sock, keys, silence)
         self._epoll = select.epoll()
         self._send, self._recv, self._recv_frame, self._get = sockets.raw_calls(self._sock)
         bound = []
@@ -214,7 +213,7 @@ class ZmqHub(Hub):
         self._zap_handler.cut(rank)
 
     def cut_deaf(self) -> list[int]:
-        return [] if self._closed else self._zap_handler.cut_deaf(self._silence)
+        return [] if self._closed else self._zap_handler.cut_deaf()
 
     def cut_endless(self) -> list[int]:
         if self._closed:

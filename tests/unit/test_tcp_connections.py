@@ -21,6 +21,7 @@ from disttensor.runtime.channel.base import ChannelContext, PeerInfo, Protection
 from disttensor.runtime.channel.tcp import dial, listener
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 from disttensor.runtime.channel.tcp.handshake import HELLO, NONCE, PeerHello
+from disttensor.runtime.host.tcp_info import _MOST_BETWEEN_TRIES, LATE, _tries, lasting
 from disttensor.runtime.protocol.errors import BrokenError
 from disttensor.runtime.transport import sockets, zap
 
@@ -58,10 +59,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture
-def handler() -> Iterator[zap.ZapHandler]:
+def handler(request: pytest.FixtureRequest) -> Iterator[zap.ZapHandler]:
     ctx = sockets.context()
     router = sockets.router(ctx, "tcp://127.0.0.1:*", None)
-    handler = zap.ZapHandler(ctx, router, None)
+    handler = zap.ZapHandler(ctx, router, None, getattr(request, "param", -1.0))
     yield handler
     router.close()
     ctx.term()
@@ -85,6 +86,24 @@ def test_a_stranger_that_has_gone_may_be_any_other_descriptor_when_it_is_looked_
     assert not handler._open
 
 
+@pytest.mark.parametrize("handler", [2.0, 200.0], indirect=True)
+def test_the_kernel_ends_no_nodes_connection_before_its_silence_is_counted(handler: zap.ZapHandler) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+        server.accept()[0] as accepted,
+    ):
+        try:
+            accepted.getsockopt(socket.IPPROTO_TCP, _MOST_BETWEEN_TRIES)
+        except OSError:
+            pytest.skip("the kernel has no such option: it goes on for a quarter of an hour")
+        handler._note_event(zap._EVENT.pack(int(zmq.EVENT_ACCEPTED), accepted.fileno()))
+        handler._let_in = 1
+        assert handler.watch(accepted.fileno(), 0)
+        most = accepted.getsockopt(socket.IPPROTO_TCP, _MOST_BETWEEN_TRIES)
+        assert lasting(most, _tries()) > handler._silence + LATE
+
+
 def test_what_has_a_connections_number_now_is_left_alone(handler: zap.ZapHandler) -> None:
     """libzmq has closed the connection of a node, and the event of its end is on its way."""
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
@@ -106,7 +125,7 @@ def test_what_has_a_connections_number_now_is_left_alone(handler: zap.ZapHandler
         assert number not in handler.descriptors()
         handler.cut(0)
         assert handler.cut_endless({number: (0, 1 << 30)}, {}, 0) == []
-        assert handler.cut_deaf(-1.0) == []
+        assert handler.cut_deaf() == []
         its_end.sendall(b"as before")
         assert another.recv(100) == b"as before"
         handler._note_event(zap._EVENT.pack(int(zmq.EVENT_DISCONNECTED), number))

@@ -91,7 +91,7 @@ def tune_after(sock: socket.socket, silent: float) -> None:
         (socket.TCP_KEEPIDLE, _IDLE), (socket.TCP_KEEPINTVL, _INTERVAL), (socket.TCP_KEEPCNT, asked)
     ):  # fmt: skip
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    try_often(sock)
+    try_often(sock, silent)
 
 
 def shut_down(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
