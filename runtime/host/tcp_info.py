@@ -14,8 +14,8 @@ _BYTES, _LENGTH = 120, 136
 _GAP = 3.0
 
 
-#: The option TCP_RTO_MAX_MS, of Linux 6.15 and later; the least and the most milliseconds that it takes; and those before
-#: the first try.
+#: The option TCP_RTO_MAX_MS, of Linux 6.15 and later; the least and the most milliseconds that it takes; and those
+#: before the first try.
 _MOST_BETWEEN_TRIES, _LEAST, _MOST, _FIRST = 44, 1000, 120_000, 200
 #: How many times the kernel tries again before it ends a connection, where no file says so.
 _TRIES = 15

@@ -209,8 +209,8 @@ class ZapHandler:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def cut_deaf(self) -> list[int]:
-        """Breaks each registered connection whose other end's kernel has not answered for long; returns the ranks. (When nothing is under way the kernel finds out by itself.)
-        """
+        """Breaks each registered connection whose other end's kernel has not answered for long; returns the ranks.
+        (When nothing is under way the kernel finds out by itself.)"""
         deaf = []
         with self._lock:
             for descriptor, rank in self._watched.items():

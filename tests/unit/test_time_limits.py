@@ -49,8 +49,8 @@ def test_the_kernel_gives_no_data_connection_up_before_its_node(silence: Silence
             assert most == most_between_tries(silence.data + LATE, _tries())
 
 
-#: (milliseconds between two tries at most, seconds until Linux 6.18 has ended a connection of which nothing was answered,
-#: with 15 tries): as measured.
+#: (milliseconds between two tries at most, seconds until Linux 6.18 has ended a connection of which nothing was
+#: answered, with 15 tries): as measured.
 MEASURED = [(1000, 14.98), (1500, 21.34), (2000, 27.52), (3000, 40.16), (5000, 62.95)]
 
 
