@@ -153,7 +153,8 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
         # only mean that the shape depends on the data
-        asks = not recorded and (lie is not None or (entry.tried and trial.is_taken(entry.op, args, kwargs)))
+        can_ask = not (recorded and in_place)
+        asks = can_ask and (lie is not None or (entry.tried and trial.is_taken(entry.op, args, kwargs)))
         if not asks and (entry.torchs or in_place):
             raise
         refused = True
@@ -161,7 +162,7 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     if refused and in_place:
         return _written(entry, args, kwargs, place, call, out, site)
     if refused or not (known or in_place):
-        if recorded and not refused and (metas := rehearsed(entry, args, kwargs)) is not None:
+        if recorded and (metas := rehearsed(entry, args, kwargs)) is not None:
             return _finish(entry, args, kwargs, place, metas, site)
         return _asked(entry, args, kwargs, place, call, out, site)
     if in_place:
