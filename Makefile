@@ -43,6 +43,7 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --follow-imports=silent tools/bench/*.py tools/ci/*.py
 
 # No process and no session: for every edit. Tests that try many inputs try a fifth of those of `make test`. Bytecode is
 # kept, whatever the environment says: to compile all anew takes longer than most of the tests.

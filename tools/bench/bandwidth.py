@@ -70,6 +70,7 @@ class Memcpy:
 
 def by_socket(rank: int, folder: str) -> Callable[[torch.Tensor], Mover]:
     from disttensor.runtime.channel.tcp.dial import tune_after, tune_before
+    from disttensor.runtime.host.silence import Silence
 
     listener = socket.socket() if rank == 0 else None
     where = Path(folder) / "port"
@@ -87,7 +88,7 @@ def by_socket(rank: int, folder: str) -> Callable[[torch.Tensor], Mover]:
         sock = socket.socket()
         tune_before(sock, "127.0.0.1")
         sock.connect(("127.0.0.1", int(where.read_text())))
-    tune_after(sock)
+    tune_after(sock, Silence().data)
 
     def take(view: memoryview) -> None:
         got = 0
@@ -98,7 +99,7 @@ def by_socket(rank: int, folder: str) -> Callable[[torch.Tensor], Mover]:
             got += n
 
     def over(x: torch.Tensor) -> Mover:
-        view = memoryview(x.view(torch.uint8).numpy())
+        view = memoryview(x.view(torch.uint8).numpy().data)
         if rank == 0:
             return (lambda: sock.sendall(view)), (lambda: sock.recv(1))
         return (lambda: take(view)), (lambda: sock.sendall(b"."))

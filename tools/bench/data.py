@@ -28,6 +28,7 @@ from disttensor.runtime.channel import ChannelContext, DataChannel, PeerInfo, ge
 from disttensor.runtime.channel.base import Protection
 from disttensor.runtime.channel.cipher import no_cipher
 from disttensor.runtime.channel.tcp.dial import tune_after, tune_before
+from disttensor.runtime.host.silence import Silence
 
 SMALL = 256  # float32 elements: 1 KiB
 
@@ -70,10 +71,10 @@ def serve(pipe: Connection, key: bytes, where: tuple[str, int], mib: int, pings:
     raw = socket.socket()
     tune_before(raw, "127.0.0.1")
     raw.connect(where)
-    tune_after(raw)
+    tune_after(raw, Silence().data)
     channels = channels_of(1, pipe, key)
     source = torch.randn(mib << 18)
-    source_bytes = memoryview(source.view(torch.uint8).numpy())
+    source_bytes = memoryview(source.view(torch.uint8).numpy().data)
     small, small_bytes = torch.empty(SMALL), memoryview(bytearray(SMALL * 4))
     transfer = 0
     while (what := pipe.recv()) != "end":
@@ -121,7 +122,7 @@ def main() -> None:
     child = context.Process(target=serve, args=(theirs, key, listener.getsockname(), args.mib, args.pings))
     child.start()
     raw, _ = listener.accept()
-    tune_after(raw)
+    tune_after(raw, Silence().data)
     channels = channels_of(0, pipe, key)
     sink = memoryview(bytearray(args.mib << 20))
     small, small_bytes = torch.zeros(SMALL), memoryview(bytearray(SMALL * 4))

@@ -177,7 +177,7 @@ class Contestant:
         """The seconds that its processes have worked."""
         this = psutil.Process(self.process.pid)
         times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
-        return sum(time.user + time.system for time in times)
+        return float(sum(time.user + time.system for time in times))
 
     def turn(self) -> None:
         assert self.process.stdin is not None

@@ -48,14 +48,14 @@ def main() -> None:
     torch.set_num_threads(1)
     local = torch.randn(16, 16), torch.randn(16, 16)
     with dt.init_master_worker(nodes=2, security=options.security):
-        remote = tuple(t.to("node:1") for t in local)
+        remote = local[0].to("node:1"), local[1].to("node:1")
         ratios: dict[str, tuple[float, float]] = {}
         print(f"{'16x16, us per op':18} {'local':>8} {'issue':>8} {'sustained':>10} {'issue x':>8} {'sust. x':>8}")
         for name, op in OPS.items():
-            issue(op, *remote, 500), issue(op, *local, 500)  # type: ignore[misc]
+            issue(op, *remote, n=500), issue(op, *local, n=500)
             runs = []
             for _ in range(options.repeats):
-                runs.append((issue(op, *local, options.calls)[0], *issue(op, *remote, options.calls)))  # type: ignore[misc]
+                runs.append((issue(op, *local, n=options.calls)[0], *issue(op, *remote, n=options.calls)))
             here, issued, done = (statistics.median(column) for column in zip(*runs, strict=True))
             r_issue = statistics.median(r[1] / r[0] for r in runs)
             r_done = statistics.median(r[2] / r[0] for r in runs)

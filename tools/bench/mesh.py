@@ -46,7 +46,7 @@ parser.add_argument("--rounds", type=int, default=20)
 options = parser.parse_args()
 
 
-def turns(*calls: Callable[[], None], clock: Callable[[], float], settle: bool = True) -> list[float]:
+def turns(*calls: Callable[[], object], clock: Callable[[], float], settle: bool = True) -> list[float]:
     """The median time of each, taken in turns."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
@@ -83,7 +83,8 @@ def training(device: torch.device) -> tuple[Callable[[], None], Callable[[], Non
 
     def reduce() -> None:
         for p in model.parameters():
-            dt.collectives.all_reduce_(p.grad, "avg", over="dp")
+            grad: Any = p.grad
+            dt.collectives.all_reduce_(grad, "avg", over="dp")
 
     return step, reduce
 
@@ -138,7 +139,8 @@ while True:
     def __init__(self, count: int) -> None:
         key, secret = zmq.curve_keypair()
         self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.curve_secretkey, self._socket.curve_server = secret, True
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         at = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         arguments = [OPERATORS, at, key.decode(), str(count)]
         self._process = subprocess.Popen([sys.executable, "-c", self.CODE, *arguments])
@@ -215,14 +217,14 @@ def fan_out(mesh: dt.meshes.Mesh) -> None:
     def share(call: Callable[[], None]) -> tuple[float, float]:
         call()
         dt.synchronize()
-        before = [node.busy for node in members]
+        before = [node.connection.busy for node in members]
         bench.now(at)
         for _ in range(steps):
             call()
         begun = at.clone()
         bench.now(at)
         dt.synchronize()
-        worked = [node.busy - was for node, was in zip(members, before, strict=True)]
+        worked = [node.connection.busy - was for node, was in zip(members, before, strict=True)]
         starts = [float(work.result()) for work in [dt.fetch(shard) for shard in begun.shards()]]  # type: ignore[attr-defined]
         passed = [end - begin for begin, end in zip(starts, times(), strict=True)]
         median = statistics.median(passed)

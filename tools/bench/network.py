@@ -10,18 +10,17 @@ import os
 import socket
 
 from disttensor.runtime.channel.base import ChannelContext
-from disttensor.runtime.channel.tcp import peer
+from disttensor.runtime.channel.tcp import dial, peer
 from disttensor.runtime.channel.tcp.channel import TcpChannel
 
 #: The variable that tells nodes how many Gbit/s.
 GBIT = "BENCH_GBIT"
 
 _SO_MAX_PACING_RATE = 47
-_tune_after = peer.tune_after
 
 
-def _tune(sock: socket.socket) -> None:
-    _tune_after(sock)
+def _tune(sock: socket.socket, silent: float) -> None:
+    dial.tune_after(sock, silent)
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(float(os.environ.get(GBIT, "10")) * 125_000_000))
 
 
@@ -29,5 +28,5 @@ class Network(TcpChannel):
     """For all connections of the process, as it has only one channel."""
 
     def __init__(self, context: ChannelContext) -> None:
-        peer.tune_after = _tune
+        peer.tune_after = _tune  # type: ignore[attr-defined]
         super().__init__(context)

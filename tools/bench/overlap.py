@@ -118,7 +118,7 @@ class Gradients:
         for _ in range(self.steps):
             self.step(model)
         dt.synchronize()
-        return [p.grad for p in model.parameters()]
+        return [p.grad for p in model.parameters() if p.grad is not None]
 
     def serial(self) -> list[torch.Tensor]:
         return self.train(self.models[0])
@@ -139,9 +139,9 @@ class Gradients:
 KINDS: dict[str, type[Loop | Gradients]] = {"trip": Loop, "nodes": Between, "gradients": Gradients}
 
 
-def collect(works: Iterable[dt.futures.Work]) -> list[torch.Tensor]:
+def collect(works: Iterable[dt.futures.Work[torch.Tensor]]) -> list[torch.Tensor]:
     """Their results, while a few are under way."""
-    out, under_way = [], deque[dt.futures.Work]()
+    out, under_way = [], deque[dt.futures.Work[torch.Tensor]]()
     for work in works:
         under_way.append(work)
         if len(under_way) > UNDER_WAY:

@@ -93,7 +93,7 @@ class Contestant:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a program has ended: {self.process.args}")
+            raise SystemExit(f"a program has ended: {self.process.args!r}")
         return line
 
     def turn(self) -> None:

@@ -25,6 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -363,7 +364,7 @@ class Session:
     def checkpoint(self) -> None:
         """Compares all pairs; one whose tensor is gone by a fault is dropped."""
         for pair in list(self.pairs):
-            if pair in self.pairs and self.script.attempt(lambda pair=pair: self.compare_one(pair)) is not None:
+            if pair in self.pairs and self.script.attempt(partial(self.compare_one, pair)) is not None:
                 self.discard([pair])
         if not self.doomed and not self.cut:
             self.script.attempt(dt.synchronize)
@@ -417,7 +418,7 @@ class Session:
 
     # -- faults that the script does to itself
 
-    def expect(self, node: int, kinds: tuple[type, ...], what: Callable[[], Any]) -> None:
+    def expect(self, node: int, kinds: tuple[type[BaseException], ...], what: Callable[[], Any]) -> None:
         """``what`` has to raise one of these, or the loss of its node, if that is doomed."""
         self.owed |= set(kinds)
         try:
@@ -596,7 +597,7 @@ class Script:
             if "doom" in order:
                 node = order["doom"]
                 ok = session is not None and node in session.alive
-                if ok:
+                if session is not None and ok:
                     session.doomed.add(node)
                 self.tell(answer=ok)
             elif "gone" in order:

@@ -44,7 +44,7 @@ SAVES = 3
 def job(folder: str, value: float, launcher: str) -> None:
     """A script that saves whenever it is told to."""
     with dt.init_master_worker(nodes=2, threads=None if launcher == "inproc" else 1, launcher=launcher):
-        state = {
+        state: dict[str, Any] = {
             "x": torch.full((5000,), value, device="node:0"),
             "y": torch.full((3000,), value, device="node:1"),
             "z": torch.full((2,), value),
@@ -69,7 +69,7 @@ def job(folder: str, value: float, launcher: str) -> None:
 
 def check(folder: Path, state: dict[str, Any]) -> None:
     """What was saved is loaded again, and nothing else is there."""
-    found = {"x": torch.zeros(5000, device="node:0"), "step": 0.0}
+    found: dict[str, Any] = {"x": torch.zeros(5000, device="node:0"), "step": 0.0}
     dt.checkpoint.load(found, folder)
     assert found["x"].unique().tolist() == [state["step"]], "the next save is not there"
     assert found["step"] == state["step"]
@@ -143,7 +143,7 @@ def main() -> int:
     chance, found = random.Random(seed), collections.Counter[str]()
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_kills_"))
     with warnings.catch_warnings(action="ignore"):  # what it imports when it is used first, before forks
-        dcp.save({"x": torch.zeros(1)}, checkpoint_id=folder / "first", no_dist=True)
+        dcp.save({"x": torch.zeros(1)}, checkpoint_id=folder / "first", no_dist=True)  # type: ignore[attr-defined]
     value, kills, tries, call, which = 0.0, 0, 0, "", 0
     try:
         while kills < options.kills:
@@ -208,9 +208,9 @@ def line_of(stream: IO[bytes] | None) -> str:
 
 def read(folder: Path) -> float:
     """What torch finds in the checkpoint: one value."""
-    state = {"x": torch.zeros(5000), "y": torch.zeros(3000), "z": torch.zeros(2), "step": 0.0}
+    state: dict[str, Any] = {"x": torch.zeros(5000), "y": torch.zeros(3000), "z": torch.zeros(2), "step": 0.0}
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        dcp.load(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
     values = {value for name in "xyz" for value in state[name].unique().tolist()} | {state["step"]}
     assert len(values) == 1, f"the checkpoint is of several saves: {values}"
     return float(values.pop())
