@@ -175,9 +175,9 @@ def stalls(pid: int, share: float) -> Iterator[None]:
     ended = threading.Event()
 
     def stop() -> None:
-        while not ended.wait(0.01):
+        while not ended.wait(0.05):
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.03)
+            time.sleep(0.05)
             os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=stop)
