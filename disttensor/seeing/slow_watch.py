@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..runtime.master.failures import short_line
 from ..runtime.master.looking_in import NodeEvent
 from ..runtime.master.node import Node
 from ..runtime.node.collectives import RUNNERS
-from ..runtime.process.page import COLLECTIVE
+from ..runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, STREAMS
 from ..runtime.protocol import codec
 from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
@@ -198,7 +198,7 @@ class SlowWatch:
 
     def _longest(self, session: Session, it: Slow) -> Longest | None:
         looking, rank, peer = session.link.looking, it.rank, it.peer
-        if it.measure == "sends" and (within := self._collective_of(session.nodes[rank])) is not None:
+        if it.measure == "sends" and (within := self._under_way(session.nodes[rank], {COLLECTIVE})) is not None:
             return within
         with session.part(WatchPlace).borrow() as wanted:
             if wanted is None:  # a profile is recorded
@@ -209,22 +209,26 @@ class SlowWatch:
                 if self._ended.is_set() or wanted.wait(WATCHED):
                     return None
                 mine, usual = (looking.fetch(each, ANSWER).events for each in (rank, peer))
+            except (DisttensorError, TimeoutError):  # who is without a core may not get to answer
+                mine = usual = ()
             finally:
                 with suppress(DisttensorError):
                     looking.watch([rank, peer], [])
         # who sends slowly does so in collectives, of which the others' parts take as long
         found = longest_of(mine, usual) if it.measure == "work" else longest_of(mine, (), joint=True)
-        if found is None or found[0].site is not None:
-            return found and Longest(short_line(found[0].site), codec.one_line(found[0].what), found[1])
+        if found is None:  # it has ended none in that time: what it is at takes longest
+            return self._under_way(session.nodes[rank], {COMMANDS, FUNCTION, COLLECTIVE, STREAMS})
+        if found[0].site is not None:
+            return Longest(short_line(found[0].site), codec.one_line(found[0].what), found[1])
         with session.link.lock:
             sent = session.nodes[rank].command(found[0].number)
         return Longest("" if sent is None else short_line(sent.site), codec.one_line(found[0].what), found[1])
 
-    def _collective_of(self, node: Node) -> Longest | None:
-        """Returns the collective that a node is in, as it is seen; None where it is in none."""
+    def _under_way(self, node: Node, kinds: Collection[int]) -> Longest | None:
+        """Returns the command that a node is at, as seen from outside; None where it is at none of these kinds."""
         with self._session.link.lock:
             seen = node.connection.seen
-            sent = node.command(seen.seq) if seen is not None and seen.kind == COLLECTIVE else None
+            sent = node.command(seen.seq) if seen is not None and seen.kind in kinds else None
         return None if sent is None else Longest(short_line(sent.site), codec.one_line(sent.operator), 0.0)
 
 

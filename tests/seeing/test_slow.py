@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from disttensor.runtime.host.process_use import ProcessUse
 from disttensor.runtime.master.connection import Life
 from disttensor.runtime.master.looking_in import NodeEvent
 from disttensor.runtime.master.node import Node
-from disttensor.runtime.process.page import COMMANDS, NOBODY, WorkTally
+from disttensor.runtime.process.page import COMMANDS, FUNCTION, NOBODY, WorkTally
 from disttensor.seeing import SlowStatus, slow_watch
 from disttensor.seeing.slow import BEHIND, OF, RECOVERED, WINDOW, WINDOWS, Slow
 from disttensor.seeing.slow_watch import AGAIN, SEEN, Longest, SlowNodes, SlowWatch, longest_of
@@ -313,6 +314,15 @@ def test_stalls_are_a_cause_and_named_with_their_line() -> None:
     assert str(row).endswith(": stalls of 51 ms; longest at train.py:40 aten::relu")
 
 
+def stand() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def events(**durations: list[float]) -> list[NodeEvent]:
     """Commands that have been done, by operator."""
     code = events.__code__
@@ -352,6 +362,32 @@ def test_of_a_node_that_has_done_nothing_no_command_is_known() -> None:
 
 
 # ---- real nodes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["nothing has ended", "no answer"])
+def test_who_has_ended_no_command_is_named_with_what_it_is_at(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    """As a node that gets no core, which may not even get to answer."""
+    monkeypatch.setattr(slow_watch, "WATCHED", 0.05)
+    monkeypatch.setattr(slow_watch, "ANSWER", HANG if answers else 0.05)
+    with dt.init_master_worker(nodes=2, threads=1):
+        session, node = current.session(), dt.nodes()[0]
+        watch = SlowWatch(session)
+        work = dt.submit(stand if answers else stop, node=0)
+        deadline = time.monotonic() + HANG
+        wanted = FUNCTION, not answers
+        while (seen := session.nodes[0].connection.seen) is None or (seen.kind, seen.state == "T") != wanted:
+            assert time.monotonic() < deadline
+            dt.seeing.status(timeout=0.2)
+        longest = watch._find(session, Slow(0, 1.0, "", 1, "work"))
+        assert longest is not None
+        assert longest.line.startswith(f"{os.path.basename(__file__)}:")
+        assert longest.what == ("stand()" if answers else "stop()")
+        if answers:
+            work.cancel()
+        else:
+            os.kill(node.pid, signal.SIGCONT)
+            work.result()
+        watch.end()
 
 
 def test_real_nodes_say_what_they_have_worked_and_which_command_took_longest(monkeypatch: pytest.MonkeyPatch) -> None:
