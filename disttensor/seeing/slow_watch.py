@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from statistics import median
 from typing import NamedTuple
 
@@ -216,19 +217,29 @@ class SlowWatch:
                     looking.watch([rank, peer], [])
         # who sends slowly does so in collectives, of which the others' parts take as long
         found = longest_of(mine, usual) if it.measure == "work" else longest_of(mine, (), joint=True)
-        if found is None:  # it has ended none in that time: what it is at takes longest
-            return self._under_way(session.nodes[rank], {COMMANDS, FUNCTION, COLLECTIVE, STREAMS})
-        if found[0].site is not None:
-            return Longest(short_line(found[0].site), codec.one_line(found[0].what), found[1])
-        with session.link.lock:
-            sent = session.nodes[rank].command(found[0].number)
-        return Longest("" if sent is None else short_line(sent.site), codec.one_line(found[0].what), found[1])
+        longest = None if found is None else self._longest_ended(session.nodes[rank], *found)
+        if (
+            longest is None or not longest.line
+        ):  # it has ended none of a line's in that time: what it is at takes longest
+            return self._under_way(session.nodes[rank], {COMMANDS, FUNCTION, COLLECTIVE, STREAMS}) or longest
+        return longest
+
+    def _longest_ended(self, node: Node, event: NodeEvent, stood: float) -> Longest:
+        site = event.site
+        if site is None:
+            with self._session.link.lock:
+                sent = node.command(event.number)
+            site = None if sent is None else sent.site
+        return Longest(short_line(site), codec.one_line(event.what), stood)
 
     def _under_way(self, node: Node, kinds: Collection[int]) -> Longest | None:
         """Returns the command that a node is at, as seen from outside; None where it is at none of these kinds."""
         with self._session.link.lock:
             seen = node.connection.seen
-            sent = node.command(seen.seq) if seen is not None and seen.kind in kinds else None
+            if seen is None or seen.kind not in kinds:
+                return None
+            # operations are seen by the message that they have come in, which may begin with what no line has issued
+            sent = next((it for it in map(node.command, count(seen.seq)) if it is None or it.site is not None), None)
         return None if sent is None else Longest(short_line(sent.site), codec.one_line(sent.operator), 0.0)
 
 

@@ -364,9 +364,16 @@ def test_of_a_node_that_has_done_nothing_no_command_is_known() -> None:
 # ---- real nodes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answers", [True, False], ids=["nothing has ended", "no answer"])
-def test_who_has_ended_no_command_is_named_with_what_it_is_at(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
-    """As a node that gets no core, which may not even get to answer."""
+@pytest.mark.parametrize(
+    ("answers", "freed"), [(True, False), (True, True), (False, False)], ids=["none", "Free", "no answer"]
+)
+def test_who_has_ended_no_command_is_named_with_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, freed: bool
+) -> None:
+    """As a node that gets no core, which may not even get to answer, or to do more than what no line has issued."""
+    if freed:
+        (free,) = events(Free=[0.1])
+        monkeypatch.setattr(slow_watch, "longest_of", lambda *_: (free._replace(site=None, number=1 << 40), 0.0))
     monkeypatch.setattr(slow_watch, "WATCHED", 0.05)
     monkeypatch.setattr(slow_watch, "ANSWER", HANG if answers else 0.05)
     with dt.init_master_worker(nodes=2, threads=1):
