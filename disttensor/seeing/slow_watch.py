@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from statistics import median
@@ -23,7 +23,7 @@ from ..runtime.master.failures import short_line
 from ..runtime.master.looking_in import NodeEvent
 from ..runtime.master.node import Node
 from ..runtime.node.collectives import RUNNERS
-from ..runtime.process.page import COLLECTIVE, COMMANDS, FUNCTION, STREAMS
+from ..runtime.process.page import COLLECTIVE, IDLE
 from ..runtime.protocol import codec
 from ..runtime.protocol.errors import DisttensorError
 from ..session.session import Session
@@ -199,7 +199,7 @@ class SlowWatch:
 
     def _longest(self, session: Session, it: Slow) -> Longest | None:
         looking, rank, peer = session.link.looking, it.rank, it.peer
-        if it.measure == "sends" and (within := self._under_way(session.nodes[rank], {COLLECTIVE})) is not None:
+        if it.measure == "sends" and (within := self._collective_of(session.nodes[rank])) is not None:
             return within
         with session.part(WatchPlace).borrow() as wanted:
             if wanted is None:  # a profile is recorded
@@ -221,7 +221,7 @@ class SlowWatch:
         if (
             longest is None or not longest.line
         ):  # it has ended none of a line's in that time: what it is at takes longest
-            return self._under_way(session.nodes[rank], {COMMANDS, FUNCTION, COLLECTIVE, STREAMS}) or longest
+            return self._under_way(session.nodes[rank]) or longest
         return longest
 
     def _longest_ended(self, node: Node, event: NodeEvent, stood: float) -> Longest:
@@ -232,14 +232,21 @@ class SlowWatch:
             site = None if sent is None else sent.site
         return Longest(short_line(site), codec.one_line(event.what), stood)
 
-    def _under_way(self, node: Node, kinds: Collection[int]) -> Longest | None:
-        """Returns the command that a node is at, as seen from outside; None where it is at none of these kinds."""
+    def _collective_of(self, node: Node) -> Longest | None:
+        """Returns the collective that a node is in, as seen from outside; None where it is in none."""
         with self._session.link.lock:
             seen = node.connection.seen
-            if seen is None or seen.kind not in kinds:
-                return None
+            sent = node.command(seen.seq) if seen is not None and seen.kind == COLLECTIVE else None
+        return None if sent is None else Longest(short_line(sent.site), codec.one_line(sent.operator), 0.0)
+
+    def _under_way(self, node: Node) -> Longest | None:
+        """Returns the first command of a line's that a node is not known to have done; None where it has done all."""
+        with self._session.link.lock:
+            seen, first = node.connection.seen, node.outbox.done
+            if seen is not None and seen.kind != IDLE:
+                first = max(first, seen.seq)
             # operations are seen by the message that they have come in, which may begin with what no line has issued
-            sent = next((it for it in map(node.command, count(seen.seq)) if it is None or it.site is not None), None)
+            sent = next((it for it in map(node.command, count(first)) if it is None or it.site is not None), None)
         return None if sent is None else Longest(short_line(sent.site), codec.one_line(sent.operator), 0.0)
 
 
