@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 import torch
 
 from ..proxy.meta import sites_by
-from ..runtime.master.failures import Site
+from ..runtime.master.failures import Site, line_number
 from ..session import waits
 
 _HERE = os.path.abspath(sys.modules["disttensor"].__path__[0]) + os.sep
@@ -23,12 +23,16 @@ users: dict[int, CodeType] = {}
 _others: dict[int, CodeType] = {}
 
 
+def is_users_file(name: str) -> bool:
+    """Returns whether code of this file is the user's: not torch's, and not disttensor's."""
+    return not name.startswith((_HERE, _TORCH, _RUNTIME, "<frozen ")) and _PICKLE not in name
+
+
 def _is_users(code: CodeType) -> bool:
     if len(users) + len(_others) > 100_000:
         users.clear()
         _others.clear()
-    name = code.co_filename
-    mine = not name.startswith((_HERE, _TORCH, _RUNTIME, "<frozen ")) and _PICKLE not in name
+    mine = is_users_file(code.co_filename)
     (users if mine else _others)[id(code)] = code
     return mine
 
@@ -43,6 +47,24 @@ def here(depth: int = 2) -> Site | None:
             return (frame.f_code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def calling_compiled(depth: int = 2) -> Site | None:
+    """Returns what `here` does, but the line that calls what ``torch.compile`` has made where this begins in a graph:
+    the code that dynamo writes has no lines for that, and says that it is the function's first."""
+    frame = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if id(code) not in _others and (id(code) in users or _is_users(code)) and not _is_dynamos(code, frame.f_lasti):
+            return (code, frame.f_lasti)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _is_dynamos(code: CodeType, at: int) -> bool:
+    """Returns whether dynamo has written an instruction, rather than copied it from the user's code."""
+    written = sys.modules["torch._dynamo.convert_frame"].output_codes
+    return code in written and line_number((code, at)) == code.co_firstlineno
 
 
 def site_of_thread(thread: int) -> Site | None:

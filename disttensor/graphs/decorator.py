@@ -11,37 +11,17 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..dispatch import seen_at
-from ..dispatch.lazy_views import materialise
-from ..proxy.meta import Handle, Meta, Shared, new_ref
-from ..proxy.proxy import DistributedTensor, proxy
+from ..proxy.proxy import DistributedTensor
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
 from ..session import current
-from ..session.places import Place, current_node, varied
+from ..session.places import current_node, varied
 from . import first_replay
-from .graphs import Graph, graph
-from .traced_numbers import Changed, Number
+from .recorded import Recorded, record
+from .traced_numbers import Changed, Number, Tape
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass
-class _Made:
-    """A result that each replay makes."""
-
-    index: int  #: of its tensor, among all that each replay makes
-    meta: Meta
-    place: Place  #: where the result is seen: that of the tensor, or one of its nodes
-
-
-@dataclass
-class _Given:
-    """A result that is one of the arguments."""
-
-    leaf: int
-    place: Place  #: where it is seen, as above
 
 
 @dataclass
@@ -49,12 +29,9 @@ class _Entry:
     """The recording for one signature."""
 
     kept: list[Any]  #: the arguments that count by identity, kept alive so that no other object gets their ids
-    graph: Graph | None = None
+    recorded: Recorded | None = None
     numbers: list[float] = field(default_factory=list)  #: the floats of this call
-    tensors: list[int] = field(default_factory=list)  #: the indices of leaves that are inputs
-    floats: list[int] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
-    spec: TreeSpec | None = None
+    spec: TreeSpec | None = None  #: of the results
 
 
 class Graphed(Generic[P, R]):
@@ -87,7 +64,7 @@ class Graphed(Generic[P, R]):
             return self._function(*args, **kwargs)
         self._entries.move_to_end(key)
         entry.numbers[:] = [leaf for leaf in leaves if type(leaf) is float]
-        if entry.graph is None:
+        if entry.recorded is None:
             self._record(entry, leaves, spec)
             if self._verify:
                 eager = lambda: self._function(*args, **kwargs)  # noqa: E731
@@ -97,90 +74,48 @@ class Graphed(Generic[P, R]):
         try:
             return self._play(entry, leaves)  # type: ignore[no-any-return]
         except Changed:  # a branch on a number goes the other way now
-            entry.graph = None
+            entry.recorded = None
             self._record(entry, leaves, spec)
             return self._play(entry, leaves)  # type: ignore[no-any-return]
 
     def _record(self, entry: _Entry, leaves: list[Any], spec: TreeSpec) -> None:
-        entry.tensors = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
-        entry.floats = [i for i, leaf in enumerate(leaves) if type(leaf) is float]
-        stands = list(leaves)
-        given: dict[int, int] = {}  # a stand-in's ref -> its leaf
-        first: dict[int, Any] = {}
-        inputs: dict[int, Place] = {}
-        for i in entry.tensors:
-            stands[i] = first.get(id(leaves[i]._h))
-            if stands[i] is None:
-                handle = Handle(new_ref(), leaves[i]._h.meta)
-                stands[i] = first[id(leaves[i]._h)] = proxy(handle)
-                given[handle.ref] = i
-                inputs[handle.ref] = handle.meta.place
-        entry.tensors = list(given.values())
-        g = Graph()
-        block = graph(g, engine=self._engine)
-        block.inputs = inputs
-        with block:
-            tape, now = g.recording.tape, entry.numbers  # not the entry, which has the graph: a circle
-            for k, i in enumerate(entry.floats):
+        tensors = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
+        floats = [i for i, leaf in enumerate(leaves) if type(leaf) is float]
+        specs: list[TreeSpec] = []
+        now = entry.numbers  # not the entry, which has the graph: a circle
+
+        def traced(stands: list[Any], tape: Tape) -> list[Any]:
+            for k, i in enumerate(floats):
                 stands[i] = tape.root(leaves[i], lambda k=k: now[k])  # type: ignore[misc]
-            numbers = [stands[i] for i in entry.floats]
+            numbers = [stands[i] for i in floats]
             args, kwargs = tree_unflatten(stands, spec)
-            results, entry.spec = tree_flatten(self._function(*args, **kwargs))
-            del args, kwargs, stands, first
-            entry.results = self._results(results, given, g, block)
-            del results  # what nothing else holds is no output of its own
+            results, of_results = tree_flatten(self._function(*args, **kwargs))
+            specs.append(of_results)
+            if any(isinstance(leaf, Number) for leaf in results):
+                raise GraphError(
+                    f"{self._function.__qualname__} returns a number that depends on its arguments; return a tensor"
+                )
             lost = [k for k, number in enumerate(numbers) if not tape.reached(number)]
             if lost:
                 raise GraphError(
                     f"{self._function.__qualname__}: float argument {lost[0]} reached no operation as it is; a replay "
                     "could not change it (math.sqrt and others make ordinary numbers); pass an int or a tensor"
                 )
-        entry.graph = g
+            return results
 
-    def _results(self, results: list[Any], given: dict[int, int], g: Graph, block: graph) -> list[Any]:
-        returned: dict[int, Place] = {}
-        found: list[Any] = []
-        for leaf in results:
-            if isinstance(leaf, Number):
-                raise GraphError(
-                    f"{self._function.__qualname__} returns a number that depends on its arguments; return a tensor"
-                )
-            if isinstance(leaf, DistributedTensor):
-                handle = leaf._h
-                ref = handle.ref or materialise(handle)
-                place = handle.meta.place
-                while type(handle) is Shared:  # a shard of a mesh's tensor: the whole of it is what a replay makes
-                    handle = handle.owner
-                if ref in given:
-                    leaf = _Given(given[ref], place)
-                elif g.recording.makes(place, ref):
-                    returned.setdefault(ref, handle.meta.place)
-                    leaf = _Made(list(returned).index(ref), handle.meta, place)
-            found.append(leaf)
-        block.returned = returned
-        return found
+        entry.recorded = record(traced, leaves, tensors, self._engine)
+        (entry.spec,) = specs
 
     def _play(self, entry: _Entry, leaves: list[Any], advance: bool = True) -> Any:
-        assert entry.graph is not None
+        assert entry.recorded is not None
         assert entry.spec is not None
-        handles = [leaves[i]._h for i in entry.tensors]
-        inputs = [handle.ref or materialise(handle) for handle in handles]
-        metas = {r.index: r.meta for r in entry.results if type(r) is _Made}
-        made = [proxy(Handle(new_ref(), metas[k])) for k in range(len(metas))]
-        entry.graph.play(inputs, [tensor._h.ref for tensor in made], advance)
-        results = list(entry.results)
-        for i, result in enumerate(results):
-            if type(result) in (_Made, _Given):
-                tensor = made[result.index] if type(result) is _Made else leaves[result.leaf]
-                results[i] = tensor if tensor._place is result.place else seen_at.alias(tensor, result.place)
-        return tree_unflatten(results, entry.spec)
+        return tree_unflatten(entry.recorded.play(leaves, advance), entry.spec)
 
     def _recorded(self, entry: _Entry, leaves: list[Any]) -> tuple[Any, dict[int, int]]:
         """Returns the recorder, and for each stand-in's ref the ref of this call's argument."""
-        assert entry.graph is not None
-        recorder = entry.graph.recorded
-        refs = (leaves[i]._h.ref or materialise(leaves[i]._h) for i in entry.tensors)
-        return recorder, dict(zip(recorder.inputs, refs, strict=True))
+        assert entry.recorded is not None
+        recorder = entry.recorded.graph.recorded
+        return recorder, dict(zip(recorder.inputs, entry.recorded.refs(leaves), strict=True))
 
 
 def _is_input(leaf: Any) -> bool:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from ..dispatch.call_site import here
-from ..runtime.master.failures import Replayed
+from ..runtime.master.failures import Replayed, Site
 from ..runtime.master.route import Route, route
 from ..runtime.node.graphs.engines.registry import ENGINES
 from ..runtime.process.signals import uninterrupted
@@ -110,9 +110,15 @@ class Graph:
             )
         return found
 
-    def play(self, inputs: Sequence[int] = (), outputs: Sequence[int] = (), advance: bool = True) -> None:
+    def play(
+        self,
+        inputs: Sequence[int] = (),
+        outputs: Sequence[int] = (),
+        advance: bool = True,
+        line: Callable[[int], Site | None] = here,
+    ) -> None:
         """Issues one replay. ``inputs``: the refs of the tensors that replace the recorded inputs; ``outputs``: refs
-        for its results.
+        for its results. ``line``: finds the user's line that replays.
 
         Optimizers' counts of steps advance with ``advance``: not for a replay that will be undone.
         """
@@ -123,7 +129,7 @@ class Graph:
         link, queue = recorder.session.link, recorder.queue
         values = compute()
         transfer = recorder.session.transfers.new_row(len(recorder.transfers)) if recorder.transfers else 0
-        site = here(3)
+        site = line(3)
         command = c.Replay(self.id, transfer, values, tuple(inputs), tuple(outputs))
         replayed = None if site is None else Replayed(site, recorder.sites)
         boxes = [log.node.outbox for log in recorder.logs.values()]

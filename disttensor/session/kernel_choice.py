@@ -170,12 +170,14 @@ def _batched(asked: Attention) -> Attention:
         return asked
     mask = asked.mask
     while mask is not None and len(mask.shape) < 4:
-        mask = _Seen((1, *mask.shape), (0, *mask.stride), mask.offset, mask.dtype)
-    operands = [_Seen((1, *x.shape), (0, *x.stride), x.offset, x.dtype) for x in asked[:3]]
+        mask = SeenOperand((1, *mask.shape), (0, *mask.stride), mask.offset, mask.dtype)
+    operands = [SeenOperand((1, *x.shape), (0, *x.stride), x.offset, x.dtype) for x in asked[:3]]
     return asked._replace(query=operands[0], key=operands[1], value=operands[2], mask=mask)
 
 
-class _Seen(NamedTuple):
+class SeenOperand(NamedTuple):
+    """The facts of an operand that is no proxy."""
+
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

@@ -2,12 +2,11 @@
 
 Dynamo takes proxies for ordinary tensors of the device "node", and the backends ``eager`` and ``aot_eager`` run the
 graphs that it finds operator by operator. Inductor, the default, would make machine code for the master: a graph that
-involves nodes is run as ``eager`` runs it.
+involves nodes is recorded instead, and played by one command (compiled_graphs.py).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 
 from .. import torch_patches
 from ..proxy.proxy import DistributedTensor
+from ..runtime.node.graphs.engines.registry import ENGINES
+from ..runtime.process.spelling import shown
 from ..session import current
 from . import at_import, foreach_optimizers
 
@@ -60,19 +61,43 @@ def infer_subclass_type(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return plain
 
 
+def taking_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def apply_options(self: Any, options: Any) -> None:
+        """Takes the option that is for nodes, ``{"engine": "inductor"}``, and leaves inductor the others."""
+        if options and "engine" in options:
+            options = dict(options)
+            engine = options.pop("engine")
+            if engine not in ENGINES:
+                raise ValueError(f"there is no engine {shown(engine)}; there are {', '.join(ENGINES)}")
+            self.engine_of_nodes = engine
+        original(self, options)
+
+    return apply_options
+
+
+def comparing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @wraps(original)
+    def __eq__(self: Any, other: Any) -> Any:
+        """Returns whether what one has compiled serves the other."""
+        return original(self, other) and _engine(self) == _engine(other)
+
+    return __eq__
+
+
+def _engine(compiler: Any) -> str:
+    return getattr(compiler, "engine_of_nodes", "interpreter")
+
+
 def running(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def __call__(self: Any, model: Any, inputs: Any) -> Any:
-        """Has inductor compile a graph; one that involves nodes is run as ``eager`` runs it."""
+    def __call__(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
+        """Has inductor compile a graph; one that involves nodes is compiled for these."""
         values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
         if not any(isinstance(v, torch.Tensor) and v.device.type == "node" for v in values):
-            return original(self, model, inputs)
-        warnings.warn(
-            "torch.compile: inductor makes machine code for this process and can't for a node; tensors on nodes are "
-            "computed operator by operator, with eager's numbers and speed. backend='eager' does so without this "
-            "warning; disttensor.graphed(engine='inductor') compiles on the nodes",
-            stacklevel=2,
-        )
-        return model.forward
+            return original(self, model, inputs, **options)
+        from .compiled_graphs import compile_for_nodes  # imports much, which only this needs
+
+        return compile_for_nodes(model, inputs, _engine(self))
 
     return __call__

@@ -258,6 +258,14 @@ PATCHES: tuple[Patch, ...] = (
         "a literal of our device would be made at once while a function is traced, and kept beyond its session",
         "asking the device module",
     ),
+    Patch(
+        "torch._TorchCompileInductorWrapper.apply_options", "torch_backend.torch_compile:taking_engine", SESSION,
+        "torch.compile(model, options={'engine': 'inductor'}): what replays on the nodes", "options of a device's own",
+    ),
+    Patch(
+        "torch._TorchCompileInductorWrapper.__eq__", "torch_backend.torch_compile:comparing", SESSION,
+        "dynamo would play what was compiled with another engine", "options of a device's own",
+    ),
     # ---- torch.distributed given tensors on nodes (torch_backend/torch_distributed.py)
     *(
         Patch(
@@ -294,7 +302,7 @@ PATCHES: tuple[Patch, ...] = (
     # ---- with the first torch.compile (torch_backend/torch_compile.py)
     Patch(
         "torch._TorchCompileInductorWrapper.__call__", "torch_backend.torch_compile:running", COMPILING,
-        "inductor can't compile for nodes: a message that says what can", "asking the backend of the tensors' device",
+        "inductor can't compile for nodes: what involves them is recorded", "asking the backend of the tensors' device",
     ),
     Patch(
         "torch._dynamo.variables.builder.infer_subclass_type", "torch_backend.torch_compile:infer_subclass_type",

@@ -85,3 +85,16 @@ def test_a_stale_proxy_keeps_its_session_no_longer_than_itself(name: str) -> Non
         del old
         gc.collect()
         assert ended() is None, gc.get_referrers(ended())  # it had one by chance once, and what that was is not known
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_compiled_keeps_no_session() -> None:
+    """Dynamo keeps it for good, in the globals of the module; the next session records anew."""
+    compiled = torch.compile(lambda x: x + 1)
+    for _ in range(2):
+        with dt.init_master_worker(nodes=1, launcher="inproc"):
+            for _ in range(3):
+                assert compiled(torch.zeros(2, device="node:0")).tolist() == [1.0, 1.0]
+            ended = weakref.ref(current.session())
+        gc.collect()
+        assert ended() is None, gc.get_referrers(ended())

@@ -1,11 +1,16 @@
-"""``torch.compile`` of functions and models on nodes, by the backends that run operators one by one."""
+"""``torch.compile`` of functions and models on nodes, by backends that run operators one by one, and by ours."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +19,12 @@ import torch.nn.functional as F
 from differential import batch, leaves, net
 from equal import same
 from homes import HERE, Home
+from telling import said
 from torch.utils._pytree import tree_leaves
 from variants import variants
+
+import disttensor as dt
+from disttensor import testing
 
 pytestmark = [
     pytest.mark.usefixtures("clean", "compiler"),
@@ -199,27 +208,270 @@ def test_what_only_proxies_have(backend: str) -> None:
     assert torch.compile(lambda a: a + (a.device.index or 0) + a.numel(), backend=backend)(x).tolist() == [5.0] * 3
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile. inductor makes")
-def test_by_default_nodes_compute_operator_by_operator(monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
-    import torch._inductor.compile_fx
+class Block(torch.nn.Module):
+    """A layer of a transformer, over embedded tokens."""
 
-    monkeypatch.delattr(torch._inductor.compile_fx, "compile_fx")
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.qkv = torch.nn.Linear(8, 24)
+        self.out = torch.nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return self.out(F.dropout(x + y, 0.25, self.training)).mean(1)
+
+
+def block() -> Block:
+    torch.default_generator.manual_seed(5)
+    return Block()
+
+
+MODELS: dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]] = {
+    "network": lambda: (net(), *batch()),
+    "transformer": lambda: (block().eval(), torch.arange(24).view(4, 6) % 7, torch.arange(4)),
+}
+
+
+def _commands(log: testing.MessageLog, home: Home) -> list[list[str]]:
+    """Returns what each of a home's nodes was sent, but for frees."""
+    return [[name for name in log[node].commands if name != "Free"] for node in home.nodes or (0,)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_by_default_a_step_is_one_command_each_way(name: str, home: Home) -> None:
+    """To the bits of the same step compiled locally, of which AOT makes the same operators."""
     results = []
-    for where, backend in zip((home, HERE), ("inductor", "eager"), strict=True):
-        model, (x, y) = where.differ(net().to(where.device)), where.send(batch())
-        loss = F.cross_entropy(torch.compile(model, backend=backend)(x), y)
-        loss.backward()
-        made = torch.compile(lambda k: torch.ones(3, device=k.device) * 2, backend=backend)(x)
-        results.append((loss.detach(), [p.grad for p in model.parameters()], made))
+    for where, backend in zip((home, HERE), ("inductor", "aot_eager"), strict=True):
+        made, x, y = MODELS[name]()
+        model, (x, y) = where.differ(made.to(where.device)), where.send((x, y))
+        compiled = torch.compile(
+            lambda x, y, model=model: F.cross_entropy(model(x), y), backend=backend, fullgraph=True
+        )
+        losses = []
+        for i in range(4):
+            with testing.MessageLog() as forward:
+                losses.append(compiled(x, y))
+            with testing.MessageLog() as backward:
+                losses[-1].backward()
+            if i > 1 and where is home:
+                assert {tuple(names) for names in _commands(forward, home)} == {("Replay",)}
+                assert {tuple(names)[-1] for names in _commands(backward, home)} == {"Replay"}
+                assert max(map(len, _commands(backward, home))) <= 2  # with that which makes the first gradient
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        results.append(([loss.detach() for loss in losses], [t.detach() for t in model.state_dict().values()]))
     home.same(*results)
 
 
-def test_the_default_backend_says_what_it_does() -> None:
-    x = torch.ones(3, device="node:1")
-    with pytest.warns(UserWarning, match=r"backend='eager' does so without this warning"):
-        assert torch.compile(lambda a: a + 1)(x).tolist() == [2.0] * 3
-    with pytest.warns(UserWarning, match="can't for a node"):
-        assert torch.compile(lambda: torch.ones(3, device="node:1") * 2)().tolist() == [2.0] * 3
+def test_random_numbers_and_modes_of_what_is_compiled() -> None:
+    """Each call draws other ones, those that local torch draws; eval(), no_grad and autocast are other graphs."""
+    results = []
+    for device, backend in (("node:0", "inductor"), ("cpu", "aot_eager")):
+        torch.compiler.reset()
+        model, x = block().to(device), (torch.arange(24).view(4, 6) % 7).to(device)
+        compiled = torch.compile(model, backend=backend)
+        torch.manual_seed(3)
+        found = [compiled(x).detach() for _ in range(4)]
+        assert not torch.equal(found[2].cpu(), found[3].cpu())
+        model.eval()
+        found += [compiled(x).detach() for _ in range(3)]
+        with torch.no_grad():
+            found += [compiled(x) for _ in range(3)]
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            found += [compiled(x).detach() for _ in range(3)]
+        results.append(found)
+    same(*results)
+
+
+def test_shapes_that_change(home: Home) -> None:
+    results = []
+    for where, backend in zip((home, HERE), ("inductor", "aot_eager"), strict=True):
+        model, x = where.differ(block().to(where.device).eval()), where.send(torch.arange(36).view(6, 6) % 7)
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        found = []
+        for n in (4, 6, 3) * 3:
+            y = compiled(x[:n, : n - 1])
+            y.square().sum().backward()
+            found.append(y.detach())
+        results.append((found, [p.grad for p in model.parameters()]))
+    home.same(*results)
+
+
+def _broken(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a = a * 2
+    torch._dynamo.graph_break()
+    return a.sin() + b
+
+
+PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "writes": lambda a, b: a.add_(b).t().mul_(2),
+    "views": lambda a, b: (a.clone().t()[1:], b.view(-1)[2:5], a),
+    "a break": _broken,
+    "a literal": lambda a, b: torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], device=a.device).add_(1) * a,
+    "a literal that is given back": lambda a, b: (a + b, torch.tensor([1.0, 2.0], device=a.device)),
+    "no operand": lambda a, b: torch.ones(2, 3, device=a.device) * 2,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_recorded_is_what_is_run(name: str, home: Home) -> None:
+    """What callers write into the results is not in those of the next call."""
+    results = []
+    for where, backend in zip((home, HERE), ("inductor", "aot_eager"), strict=True):
+        compiled = torch.compile(PROGRAMS[name], backend=backend)
+        for _ in range(3):
+            x, w = (t.detach() for t in where.send(leaves()))
+            found = compiled(x, w)
+            results.append((x, [t.mul_(2) for t in tree_leaves(found)]))
+    home.same(results[:3], results[3:])
+
+
+FALLBACKS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]] = {
+    "a wait": (lambda a, k: a * (a.sum().cpu() + 1).to(a.device), "a copy to the master"),
+    "an argument": (lambda a, k: (a * k).sin(), "an argument is a tensor of the script's"),
+    "a result": (lambda a, k: a.sum().cpu() + 1, "a result is a tensor of the script's"),
+    "random numbers": (lambda a, k: a + torch.rand(3).to(a.device), "draws random numbers in the script"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_cannot_be_recorded_is_said_once(name: str) -> None:
+    f, reason = FALLBACKS[name]
+    compiled = torch.compile(f)
+    x = torch.arange(3.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in (2.0, 3.0, 4.0):
+            torch.manual_seed(1)
+            y = compiled(x.to("node:0"), torch.tensor(k))
+            torch.manual_seed(1)
+            assert torch.equal(y.cpu(), f(x, torch.tensor(k)))
+    (warned,) = caught
+    assert reason in str(warned.message)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * 2  # type: ignore[no-any-return]
+
+
+def _data_parallel(make: Callable[[], Any], step: Callable[..., Any]) -> Any:
+    mesh = dt.mesh(dp=3, device="cpu")
+    return partial(step, dt.DataParallel(make().to(mesh.device), mesh), mesh)
+
+
+def _fully_sharded(make: Callable[[], Any], step: Callable[..., Any]) -> Any:
+    mesh = dt.mesh(dp=3, device="cpu")
+    return partial(step, dt.fully_shard(make().to(mesh.device), mesh), mesh)
+
+
+def _pipeline(make: Callable[[], Any], step: Callable[..., Any]) -> Any:
+    return partial(step, dt.training.Pipeline([make(), make()], ["node:0", "node:1"], microbatches=2), None)
+
+
+@pytest.mark.parametrize("wrapped", [_data_parallel, _fully_sharded, _pipeline])
+def test_modules_that_are_trained_on_many_nodes(wrapped: Callable[..., Any]) -> None:
+    """They have the bits that they have uncompiled, and use recordings."""
+    torch.manual_seed(1)
+    first, batches = Layers(), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(4)]
+
+    def step(model: Any, mesh: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        if mesh is None:
+            loss = model.step(x, y, F.mse_loss)
+        else:
+            loss = F.mse_loss(model(dt.shard(x, mesh, dp=0)), dt.shard(y, mesh, dp=0))
+            loss.backward()
+        for p in model.parameters():
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+            p.grad = None
+        return [loss.detach()] if mesh is None else loss.detach().shards()
+
+    found = []
+    for make in (lambda: copy.deepcopy(first), lambda: torch.compile(copy.deepcopy(first))):
+        train = wrapped(make, step)
+        with testing.MessageLog() as log:
+            found.append([loss.cpu() for x, y in batches for loss in train(x, y)])
+        assert ("Replay" in log[0].commands) == (len(found) == 2)
+    assert all(map(torch.equal, *found))
+
+
+def test_gradients_that_are_one_tensor_and_then_two() -> None:
+    x = torch.ones(3, device="node:0", requires_grad=True)
+    compiled = torch.compile(lambda a: (a * 2, a * 3))
+    for k in (1.0, 1.0, 10.0):
+        first = torch.ones(3, device="node:0")
+        second = first if k == 1 else first * k
+        torch.autograd.backward(compiled(x), (first, second))
+    assert x.grad.tolist() == [5.0 + 5.0 + 32.0] * 3  # type: ignore[union-attr]
+
+
+def test_what_aot_refuses_runs_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.backends.common as common
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError("no such thing")
+
+    monkeypatch.setattr(common, "aot_module_simplified", refuse)
+    compiled = torch.compile(lambda a: a * 2)
+    with pytest.warns(UserWarning, match=r"by operator \(1 of them\).* AOT autograd refuses it: no such thing"):
+        assert compiled(torch.ones(2, device="node:0")).tolist() == [2.0, 2.0]
+    assert compiled(torch.ones(2, device="node:0")).tolist() == [2.0, 2.0]
+
+
+def test_a_failure_names_the_line_of_the_call_and_that_of_the_operator() -> None:
+    def f(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        bad = table[x]  # computed here
+        return bad * 2
+
+    lines = Path(__file__).read_text().splitlines()
+    call, operator = (next(i for i, text in enumerate(lines, 1) if f"# {word} here" in text) for word in WORDS)
+    compiled = torch.compile(f)
+    table, x = torch.ones(3, 2, device="node:0"), torch.ones(2, dtype=torch.int64, device="node:0")
+    for place, wrong in (("issued", x + 6), ("", x), ("recorded", x + 6)):
+        result = compiled(table, wrong)  # called here
+        if not place:
+            assert result.tolist() == [[2, 2]] * 2
+            continue
+        with pytest.raises(IndexError) as caught:
+            result.cpu()
+        assert re.search(rf"{place}: .*test_compile.py:{operator} in f$", said(caught.value), re.MULTILINE)
+    assert re.search(rf"replayed: .*test_compile.py:{call} in test_a_failure", said(caught.value))
+
+
+WORDS = ("called", "computed")
+
+
+def test_the_engine_is_an_option() -> None:
+    """Another one is another graph, and one that does not exist is said where it is named."""
+    x = torch.ones(3, device="node:0")
+
+    def f(a: torch.Tensor) -> torch.Tensor:
+        return a * 2
+
+    before = {id(graph) for graph in _graphs()}
+    for options in ({"engine": "cudagraph"}, {}, {"engine": "cudagraph"}):
+        compiled = torch.compile(f, options=options)
+        for _ in range(3):
+            assert compiled(x).tolist() == [2.0] * 3
+    engines = [graph.engines() for graph in _graphs() if id(graph) not in before]
+    assert sorted(bool(reason) for found in engines for [(_, reason)] in found.values()) == [False, True]
+    with pytest.raises(ValueError, match="there is no engine 'fast'; there are interpreter"):
+        torch.compile(f, options={"engine": "fast"})
+
+
+def _graphs() -> list[dt.Graph]:
+    return [each for each in gc.get_objects() if type(each) is dt.Graph and each.id]
 
 
 def test_local_functions_go_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

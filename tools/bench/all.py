@@ -18,7 +18,7 @@ import torch
 HERE = Path(__file__).parent
 #: What is run, with its arguments.
 BENCHMARKS = (
-    *("dispatch", "fetch", "step", "launch", "graph", "node_copy", "overlap", "start"),
+    *("dispatch", "fetch", "step", "launch", "graph", "compiled", "node_copy", "overlap", "start"),
     "data --repeats 9 --pings 1000",
     "bandwidth --sizes 64K 64M --rounds 5",
     "collectives --ranks 2 --sizes 4K 64M --rounds 5",

@@ -9,15 +9,21 @@ import math
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.functional import pad
 
 from ...dispatch import op_table
 from ...dispatch.op_plan import MAX_PLANS, OpEntry
 from ...proxy.proxy import DistributedTensor
-from ...session import caches, kernel_choice
+from ...session import caches, current, kernel_choice
 from ...session.kernel_choice import CUDNN, EFFICIENT, FLASH, MATH
+from ...session.places import Place
 
 aten = torch.ops.aten
+
+#: The tensors with which ``torch.compile`` traces: they have a node's device, and no memory anywhere.
+_TRACED = (FakeTensor, FunctionalTensor)
 
 _choices: dict[tuple[Any, ...], int] = {}
 caches.plans(_choices.clear)
@@ -69,7 +75,7 @@ def _fused(
     scale: float | None,
     training: bool,
 ) -> torch.Tensor:
-    if query._place.kernels == "cpu":  # type: ignore[attr-defined]
+    if _place_of(query).kernels == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
@@ -105,22 +111,35 @@ def _without_autograd(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 
+def _place_of(tensor: Any) -> Place:
+    return tensor._place if isinstance(tensor, DistributedTensor) else current.session().places.of(tensor.device)
+
+
+def _seen(traced: torch.Tensor) -> kernel_choice.SeenOperand:
+    """Returns the facts of a traced tensor, of which numbers may be symbols."""
+    offset: Any = traced.storage_offset()
+    return kernel_choice.SeenOperand(tuple(traced.shape), traced.stride(), offset, traced.dtype)
+
+
+def _asked(query: Any, key: Any, value: Any, mask: Any = None, *, facts: tuple[Any, ...]) -> kernel_choice.Attention:
+    return kernel_choice.Attention(query, key, value, mask, *facts)
+
+
 def _choose(
     query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, gqa: bool, training: bool
 ) -> int:
     operands = (query, key, value) if mask is None else (query, key, value, mask)
+    facts = (dropout, causal, gqa, training, mask is not None and mask.requires_grad)
     if not all(isinstance(t, DistributedTensor) for t in operands):
-        return MATH  # its first operation raises the error
-    learned = mask is not None and mask.requires_grad
+        if not all(isinstance(t, _TRACED) and t.device.type == "node" for t in operands):
+            return MATH  # its first operation raises the error
+        return kernel_choice.attention(_place_of(query).record, _asked(*map(_seen, operands), facts=facts))
     metas = [t._h.meta for t in operands]
-    facts = (dropout, causal, gqa, training, learned)
     signature = (*metas, mask is None, *facts, kernel_choice.switches())
     choice = _choices.get(signature)
     if choice is None:
         if len(_choices) >= MAX_PLANS:
             _choices.clear()
-        first, second, third, *rest = metas
-        asked = kernel_choice.Attention(first, second, third, rest[0] if rest else None, *facts)
-        choice = kernel_choice.attention(query._place.record, asked)
+        choice = kernel_choice.attention(query._place.record, _asked(*metas, facts=facts))
         caches.keep(_choices, signature, choice, *(meta.place for meta in metas))
     return choice

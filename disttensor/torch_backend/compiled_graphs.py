@@ -1,0 +1,247 @@
+"""The graphs of ``torch.compile`` on nodes: each is recorded, and then played by one command per node or mesh.
+
+    dynamo: a function's graph --AOT autograd--> a graph forward, and one backward --`CompiledGraph`--> two commands
+
+Dynamo and AOT have made sure by then that a graph fits its arguments. What is left to tell apart is metadata, with
+dynamic shapes: there is a recording for each.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from ..dispatch.call_site import calling_compiled, is_users_file
+from ..graphs.recorded import Recorded, record
+from ..graphs.traced_numbers import Tape
+from ..proxy.proxy import DistributedTensor
+from ..runtime.master.route import route
+from ..runtime.process.generated_code import function
+from ..runtime.protocol.errors import GraphError
+from ..session import caches, current
+from ..session.places import varied
+
+aten = torch.ops.aten
+
+#: The recordings that a graph keeps, of the metadata that were used last.
+_LIMIT = 16
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
+
+
+def compile_for_nodes(model: GraphModule, inputs: Sequence[Any], engine: str) -> Callable[..., Any]:
+    """Returns the function that runs a graph of dynamo's on its nodes, for ``torch.compile``."""
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import TorchDynamoException
+
+    backend = aot_autograd(
+        fw_compiler=partial(_compiled, engine),
+        partition_fn=min_cut_rematerialization_partition,  # that of aot_eager, whose numbers these are to be
+        keep_inference_input_mutations=True,
+    )
+    try:
+        return backend(model, inputs)
+    except TorchDynamoException:  # with which dynamo begins anew
+        raise
+    except Exception as error:
+        _say_by_operator(model.graph, f"AOT autograd refuses it: {error}")
+        return model.forward
+
+
+def _compiled(engine: str, model: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    keep_linear_whole(model.graph)
+    model.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    model.recompile()
+    compiled = CompiledGraph(model, engine)
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # what has one argument, a list, which it may empty
+    return run
+
+
+class CompiledGraph:
+    """A graph forward or backward. Its first call with some metadata runs operator by operator, the second is recorded,
+    and it and all others are played."""
+
+    def __init__(self, model: GraphModule, engine: str) -> None:
+        self._model = model
+        self._engine = engine
+        self._recordings: OrderedDict[Hashable, Recorded | None] = OrderedDict()
+        self._by_operator = False
+        _graphs.add(self)
+        if reason := _local_part(model.graph):
+            self._give_up(reason)
+
+    def clear(self) -> None:
+        self._recordings.clear()
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._by_operator or route.get().recorder is not None:
+            return self._model.forward(args)  # type: ignore[no-any-return]
+        metas = tuple([arg._h.meta if type(arg) is DistributedTensor else arg for arg in args])
+        key = metas, varied.get(), id(current.session())
+        recorded = self._recordings.get(key)
+        if recorded is None:
+            if key not in self._recordings:  # the first call is what CUDA graphs call warming up
+                self._recordings[key] = None
+                if len(self._recordings) > _LIMIT:
+                    self._recordings.popitem(last=False)
+                return _run(self._model, args)
+            try:
+                recorded = self._recordings[key] = self._record(args)
+            except GraphError as error:
+                self._give_up(str(error))
+                return self._model.forward(args)  # type: ignore[no-any-return]
+        self._recordings.move_to_end(key)
+        results = recorded.play(args, line=calling_compiled)
+        args.clear()
+        return results
+
+    def _record(self, args: list[Any]) -> Recorded:
+        tensors = [i for i, arg in enumerate(args) if type(arg) is DistributedTensor]
+        recorded = record(self._traced, args, tensors, self._engine, distinct=True)
+        if any(isinstance(result, torch.Tensor) for result in recorded.results):
+            raise GraphError("a result is a tensor that no operation of the graph makes")
+        return recorded
+
+    def _traced(self, stands: list[Any], tape: Tape) -> list[Any]:
+        return list(_run(self._model, stands))
+
+    def _give_up(self, reason: str) -> None:
+        self._by_operator = True
+        self.clear()
+        _say_by_operator(self._model.graph, reason)
+
+
+#: All of them, by which they lose what keeps a session alive when that ends.
+_graphs: WeakSet[CompiledGraph] = WeakSet()
+
+
+def _forget_session() -> None:
+    for graph in list(_graphs):
+        graph.clear()
+
+
+caches.places(_forget_session)
+
+
+def _say_by_operator(graph: Graph, reason: str) -> None:
+    count = sum(node.op not in ("placeholder", "output") for node in graph.nodes)
+    warnings.warn(
+        f"torch.compile: a graph runs on its nodes operator by operator ({count} of them), with eager's numbers and "
+        f"speed, because it can't be recorded: {reason}",
+        stacklevel=3,
+    )
+
+
+def _local_part(graph: Graph) -> str:
+    """Says which tensors of the script's a graph has that may be others at each call; "" if none."""
+    for node in graph.nodes:
+        if node.op == "output":
+            if any(isinstance(result, Node) and _is_local(result) for result in tree_leaves(node.args)):
+                return "a result is a tensor of the script's"
+        elif _is_local(node):
+            if node.op == "placeholder":
+                return "an argument is a tensor of the script's"
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                return f"{node.target} draws random numbers in the script"
+    return ""
+
+
+def _is_local(node: Node) -> bool:
+    values = tree_leaves(node.meta.get("val"))
+    return any(isinstance(value, torch.Tensor) and value.device.type != "node" for value in values)
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+def keep_linear_whole(graph: Graph) -> None:
+    """Has a graph compute each ``linear``, which AOT takes apart, as one operator: the same product and sum, of a
+    matrix, and less for nodes to do."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.kwargs:
+            continue
+        if node.target is aten.addmm.default:
+            bias, input, turned = node.args
+        elif node.target is aten.mm.default:
+            (input, turned), bias = node.args, None
+        else:
+            continue
+        weight = _turned(turned)
+        if weight is None or (bias is not None and not _is_row(bias, weight)):
+            continue
+        with graph.inserting_before(node):
+            whole = graph.call_function(aten.linear.default, (input, weight, bias))
+        whole.meta = node.meta
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        if not turned.users:
+            graph.erase_node(turned)
+
+
+def _turned(node: Any) -> Node | None:
+    """Returns the matrix of which this is the transpose; None where it is another operator's result."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    turns = node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])  # type: ignore[arg-type]
+    return node.args[0] if turns else None  # type: ignore[return-value]
+
+
+def _is_row(bias: Any, weight: Node) -> bool:
+    """Returns whether this is a vector with a number for each row of a weight."""
+    shape = bias.meta["val"].shape
+    return len(shape) == 1 and bool(shape[0] == weight.meta["val"].shape[0])
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+class _Lines(Interpreter):
+    """Runs a graph, each operator as if the line of the user's called it that dynamo has found it at."""
+
+    def run_node(self, n: Node) -> Any:
+        self._call = _from_line(*found) if (found := _line(n)) else operator_call
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._call(target, args, kwargs)
+
+
+def operator_call(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def _run(model: GraphModule, args: list[Any]) -> Sequence[Any]:
+    runner = _Lines(model)
+    runner.extra_traceback = False  # which would write the compiler's name of an operator into the message of its error
+    return runner.run(*args)  # type: ignore[no-any-return]
+
+
+def _line(node: Node) -> tuple[str, int, str] | None:
+    """Returns file, line and function of the user's innermost line that has called an operator."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next(((file, int(n), name) for file, n, name in reversed(frames) if is_users_file(file)), None)
+
+
+@cache
+def _from_line(file: str, line: int, name: str) -> Callable[[Any, Any, Any], Any]:
+    """Returns `operator_call` with code that lies in this line."""
+    code = _written.__code__.replace(co_filename=file, co_firstlineno=line, co_name=name, co_qualname=name)
+    return FunctionType(code, {})
+
+
+#: The call takes two lines, so that no column of it is taken for one of the user's.
+_written = function("call", "def call(target, args, kwargs): return target(\n*args, **kwargs)", {})
