@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import FunctionType
 from typing import Any, Concatenate, Generic, NamedTuple, NoReturn, Self, TypeVar, overload
 
 import torch
@@ -490,6 +491,10 @@ def _names(kind: type) -> set[str]:
 
 def _fits(what: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Raises TypeError for arguments that a function does not take, as far as can be known."""
+    if type(fn) is FunctionType and not (kwargs or fn.__dict__ or fn.__kwdefaults__):
+        code, least = fn.__code__, fn.__code__.co_argcount - len(fn.__defaults__ or ())
+        if not code.co_kwonlyargcount and least <= len(args) <= code.co_argcount:
+            return  # by position alone, without a signature
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # written in C

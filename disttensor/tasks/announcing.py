@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ import torch
 from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import ProtocolError, RemoteError
 from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable, name_of
+
+#: Annotations in quotes, as a module's all are that imports ``annotations``, which name nothing of the user's.
+_PLAIN = frozenset({"None", "bool", "int", "float", "str", "bytes", "list", "dict", "tuple", "set", "object"})
 
 
 class Announcing(NamedTuple):
@@ -36,6 +39,8 @@ def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announc
     """Returns what a call announces. Raises TypeError for ``returns`` and ``raises`` that name no class that can be."""
     announced = Announced()
     for what, form in (("returns", call.returns), ("raises", call.raises)):
+        if type(form) is tuple and not form:
+            continue
         named = list(_classes_in(form))
         if form not in ((), None) and not named:
             raise TypeError(
@@ -99,6 +104,14 @@ def _return_of(fn: Any) -> Any:
     """Returns what a function says that it returns; a class returns its objects."""
     while isinstance(fn, partial):
         fn = fn.func
+    if type(fn) is FunctionType and not fn.__dict__:  # most functions, without a look at all of their annotations
+        form = fn.__annotations__.get("return")
+        if form is None or type(form) is type:
+            return () if form is None else form
+        if type(form) is str and form in _PLAIN and form not in fn.__globals__:
+            return ()
+    if type(fn) is BuiltinFunctionType:
+        return ()
     if isinstance(fn, type):
         return fn
     if isinstance(fn, torch.nn.Module):

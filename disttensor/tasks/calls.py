@@ -21,9 +21,9 @@ from ..runtime.protocol.errors import NodeLost, PeerFailed, ProtocolError
 from ..session.current import session_of
 from ..session.places import NodePlace
 from ..session.session import Session
-from .announcing import Announcing, announced_by, arguments_within, raised
+from .announcing import Announcing, announced_by, raised
 from .here import world_size
-from .sending import KeptAlive, known_functions, pickled, send
+from .sending import KeptAlive, known_functions, pickled_arguments, pickled_function, send
 from .targets import Targets
 
 _serial = count()
@@ -90,17 +90,16 @@ class FunctionCall:
         self._beside: NodePlace = place
         self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.MeshDims | None, int] = (None, 0)
-        function = pickled(fn, place, self._keep, self._what)
+        function, key = pickled_function(fn, place, self._keep, self._what)
         self._holds_tensors = bool(self._keep)  #: or results
-        if not arguments_within(fn):
-            self._keep.classes.clear()
         # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
         # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
-        self._function = key_of(function := function + once if self._holds_tensors else function)
+        self._function = key_of(function := function + once) if self._holds_tensors else key
         arguments = ready.data if ready is not None else None
         if arguments is None:
-            arguments = pickled((tuple(args), kwargs), place, self._keep, f"the arguments of {self._what}")
+            what = f"the arguments of {self._what}"
+            arguments = pickled_arguments(tuple(args), kwargs, place, self._keep, what)
             if ready is not None and not self._keep:
                 ready.data = arguments
         arguments += once

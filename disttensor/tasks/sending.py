@@ -26,7 +26,7 @@ from ..dispatch.lazy_views import materialise
 from ..errors.missing import REMEDY, culprit
 from ..futures.work import T_co, Work
 from ..proxy.proxy import DistributedTensor
-from ..runtime.node.user_functions import MAX_PICKLE
+from ..runtime.node.user_functions import MAX_PICKLE, key_of
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.framing import pieces
@@ -35,6 +35,9 @@ from ..session.current import session_of
 from ..session.places import NodePlace, one_session
 from ..session.session import Session
 from . import by_name
+from .announcing import arguments_within
+from .kept_pickles import KeptPickles
+from .plain import is_plain
 from .reloaded_modules import ReloadedModules
 
 #: What cloudpickle names the file of all code.
@@ -125,6 +128,41 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
+def pickled_function(fn: Any, place: NodePlace, keep: KeptAlive, what: str) -> tuple[bytes, bytes]:
+    """Returns the pickle of a function, and its key; ``keep`` gets what is behind refs in it, and the classes of
+    arguments within it. It is pickled once while all that it refers to is the same. Raises as ``pickled``."""
+    session = session_of(place)
+    modules, pickles = _modules(session), session.part(KeptPickles)
+    as_imported, by_value = not modules.stale(), cloudpickle.list_registry_pickle_by_value()
+    if as_imported and (kept := pickles.find(fn, by_value)) is not None:
+        keep.classes |= kept.classes
+        return kept.data, kept.key
+    parts = None
+    if as_imported:
+        parts = pickles.parts_to_keep(fn, _Noting(io.BytesIO(), modules).reducer_override, by_value)
+    data = pickled(fn, place, keep, what)
+    if not arguments_within(fn):
+        keep.classes.clear()
+    key = key_of(data)
+    if parts is not None and not keep:
+        pickles.keep(fn, data, key, keep.classes, parts)
+    return data, key
+
+
+def pickled_arguments(args: tuple[Any, ...], kwargs: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:
+    """Pickles arguments as ``pickled`` does; those of plain data, and a token, by Python's own pickler, which makes the
+    same of them."""
+    token = keep.token if args and args[0] is keep.token else None
+    if not (is_plain(kwargs) and (is_plain(args) if token is None else all(map(is_plain, args[1:])))):
+        return pickled((args, kwargs), place, keep, what)
+    if token is None:
+        return _within_limit(cloudpickle.pickle.dumps((args, kwargs), cloudpickle.DEFAULT_PROTOCOL))
+    buffer = io.BytesIO()
+    _WithToken(buffer, token).dump((args, kwargs))
+    keep.tensors.append(token)
+    return _within_limit(buffer.getvalue())
+
+
 def pickled(value: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:
     """Pickles a value with its tensors, and what functions of the node have returned, replaced by refs; ``keep`` gets
     what is behind them.
@@ -138,7 +176,10 @@ def pickled(value: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:
         if (found := culprit(value, what, partial(_fails, _Dry))) is not None:
             e.args = (f"{what} can't be sent to node {place.node}: {found} ({e}); {REMEDY}",)
         raise
-    data = buffer.getvalue()
+    return _within_limit(buffer.getvalue())
+
+
+def _within_limit(data: bytes) -> bytes:
     if len(data) > MAX_PICKLE:
         raise ValueError(
             f"arguments of {len(data)} bytes exceed {MAX_PICKLE >> 20} MiB when pickled; pass them as tensors"
@@ -249,6 +290,17 @@ class _Alone(_Noting):
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, DistributedTensor | SharedArgument | Work):
             raise TypeError(f"a {type(value).__name__} is on a node; give it to the workers as an argument")
+
+
+class _WithToken(cloudpickle.pickle.Pickler):  # type: ignore[misc]
+    """A pickler of plain data and a token, which goes as its ref."""
+
+    def __init__(self, file: io.BytesIO, token: DistributedTensor) -> None:
+        super().__init__(file, cloudpickle.DEFAULT_PROTOCOL)
+        self._token = token
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._token._h.ref if value is self._token else None
 
 
 class _Pickler(_Noting):

@@ -124,16 +124,16 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
     places = given.places if isinstance(given, Targets) else [given]
     if isinstance(given, Targets):
         check_each(given, args, kwargs)
-    calls = []
+    calls, what = [], f"{name_of(fn)}()"
     try:
         for i, place in enumerate(places):
             mine = [x.values[i] if isinstance(x, Each) and several else x for x in args]
             named = {name: x.values[i] if isinstance(x, Each) and several else x for name, x in kwargs.items()}
-            calls.append(FunctionCall(session, place, fn, mine, named, site))
+            calls.append(FunctionCall(session, place, fn, mine, named, site, what=what))
             if isinstance(given, Targets):
                 calls[-1].as_rank(given.mesh, i)
         targets = given if isinstance(given, Targets) else None
-        return issue(session, calls, f"{name_of(fn)}()", site, targets=targets, as_ranks=as_ranks, beside=beside)
+        return issue(session, calls, what, site, targets=targets, as_ranks=as_ranks, beside=beside)
     except NodeLost as error:
         if isinstance(given, Targets):
             given.located(error, error.rank)
