@@ -51,7 +51,7 @@ class KeptPickle:
 
     __slots__ = ("classes", "data", "fn", "key", "parts", "used")
 
-    def __init__(self, fn: Any, data: bytes, key: bytes, classes: Iterable[type], parts: Parts) -> None:
+    def __init__(self, fn: Any, data: bytes, key: bytes, classes: Iterable[type], parts: FunctionParts) -> None:
         self.fn, self.data, self.key, self.classes, self.parts = fn, data, key, frozenset(classes), parts
         self.used = False  #: whether it was found since it was made
 
@@ -77,7 +77,7 @@ class KeptPickles:
         kept.used = True
         return kept
 
-    def parts_to_keep(self, fn: Any, reduce: Reduce, by_value: set[str]) -> Parts | None:
+    def parts_to_keep(self, fn: Any, reduce: Reduce, by_value: set[str]) -> FunctionParts | None:
         """Returns the parts of a function that is about to be pickled, if its pickle is to be kept: it has come before,
         and of all parts can be known whether they are the same."""
         if type(fn) not in _KINDS:
@@ -90,7 +90,7 @@ class KeptPickles:
             self._met[fn] = met + 1
         return parts_of(fn, reduce, by_value) if met else None  # most of those that a loop makes come once
 
-    def keep(self, fn: Any, data: bytes, key: bytes, classes: Iterable[type], parts: Parts) -> None:
+    def keep(self, fn: Any, data: bytes, key: bytes, classes: Iterable[type], parts: FunctionParts) -> None:
         """Keeps the pickle of a function that had these parts before it was pickled."""
         if len(data) > LARGEST or not parts.are_same():  # a thread may have changed them meanwhile
             return
@@ -100,7 +100,7 @@ class KeptPickles:
             self._kept[id(fn)] = KeptPickle(fn, data, key, classes, parts)
 
 
-class Parts:
+class FunctionParts:
     """What the pickle of a function was made from."""
 
     def __init__(self, by_value: set[str]) -> None:
@@ -140,11 +140,11 @@ class Parts:
         return self.imports is None or self.imports == _imports()
 
 
-def parts_of(fn: Any, reduce: Reduce, by_value: set[str]) -> Parts | None:
+def parts_of(fn: Any, reduce: Reduce, by_value: set[str]) -> FunctionParts | None:
     """Returns the parts of a function; None where one may change without being another object."""
     taking = _Taking(reduce, by_value)
     try:
-        taking.take(fn)
+        taking.take_part(fn)
     except Exception:  # _Unsure, or what a class or a module says when it is asked
         return None
     return taking.parts
@@ -158,11 +158,11 @@ class _Taking:
     """The way through the parts of a function."""
 
     def __init__(self, reduce: Reduce, by_value: set[str]) -> None:
-        self.parts = Parts(by_value)
+        self.parts = FunctionParts(by_value)
         self._reduce = reduce
         self._seen: dict[int, Any] = {}  #: by id; the objects, so that no other one gets it
 
-    def take(self, value: Any) -> None:
+    def take_part(self, value: Any) -> None:
         """Adds an object and its parts. Raises _Unsure."""
         kind = type(value)
         if kind in _FIXED or value is NoneType or id(value) in self._seen:
@@ -195,7 +195,7 @@ class _Taking:
 
     def _take_all(self, values: Iterable[Any]) -> None:
         for value in values:
-            self.take(value)
+            self.take_part(value)
 
     def _take_named(self, value: Any) -> None:
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -222,7 +222,7 @@ class _Taking:
         read = attrgetter("__code__", "__globals__", "__dict__", "__closure__", *names)
         self.parts.read.append((read, fn, read(fn)))
         for part in (fn.__code__, fn.__dict__, *(getattr(fn, name) for name in names)):
-            (self._take_dict if type(part) is dict else self.take)(part)
+            (self._take_dict if type(part) is dict else self.take_part)(part)
         cells = fn.__closure__ or ()
         held = tuple(_contents(cells))  # raises where one is empty as yet
         if held:
