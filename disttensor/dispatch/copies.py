@@ -14,6 +14,7 @@ import torch
 
 from ..proxy.meta import Handle, Lazy, Meta, contiguous, meta_of, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.channel.payload import is_plain
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import PoisonedError
@@ -28,6 +29,8 @@ from .lazy_views import materialise
 
 #: Bytes up to which a tensor goes to each node of a mesh by itself, and is fetched whole from each to be compared.
 SMALL = 4096
+#: Bytes from which on a copy into a local tensor goes straight into its memory.
+STRAIGHT = 64 << 10
 
 
 def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> DistributedTensor:
@@ -138,6 +141,34 @@ def fetch(tensor: DistributedTensor) -> torch.Tensor:
     if isinstance(place, MeshPlace):
         return _fetch_agreed(tensor, place, ref)
     return transfers.download(tensor, place, ref, here())
+
+
+def fetch_into(target: torch.Tensor, tensor: DistributedTensor) -> None:
+    """Copies a tensor into a local one, as ``copy_`` does: large ones straight into its memory. Waits and raises as
+    ``fetch``; the target may have any contents then."""
+    place = tensor._place
+    transfers = session_of(place).transfers
+    transfers.may_begin(place)
+    member = place.members[0]
+    if not (_is_like(target, tensor) and transfers.may_receive_into(target, member)):
+        target.copy_(fetch(tensor))
+        return
+    ref, site = tensor._h.ref or materialise(tensor._h), here()
+    if isinstance(place, MeshPlace):
+        place.session.ask(place, c.Digested, lambda id: c.Digest(id, ref), site)
+    transfers.download_into(target.detach(), member, ref, site)
+
+
+def _is_like(target: torch.Tensor, tensor: DistributedTensor) -> bool:
+    """Returns whether a local tensor's memory is to hold just the bytes that come of ``tensor``, and they are many."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.nbytes > STRAIGHT
+        and target.dtype == tensor.dtype
+        and target.shape == tensor.shape
+        and is_plain(target)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _fetch_agreed(tensor: DistributedTensor, place: MeshPlace, ref: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..session import current, kernel_choice
 from ..session.places import MeshPlace, Place
 from . import copies, meta_inference, seen_at
 from .asking import make_room
-from .copies import copy_strides, fetch, fill, move, upload
+from .copies import copy_strides, fetch, fetch_into, fill, move, upload
 from .dispatch import part, run
 from .first_call import check_masks, refuse_layout
 from .op_plan import VIEW, OpEntry, Plan
@@ -147,7 +147,7 @@ def _copy(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     source: Any = args[1]
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if type(target) is not DistributedTensor:
-        target.copy_(fetch(source))
+        fetch_into(target, source)
         return target
     if isinstance(source, torch.Tensor):
         if type(source) is not DistributedTensor:

@@ -36,6 +36,8 @@ from .waits import Waits
 SMALL = 64 << 10
 #: The most bytes of copies on their way. A larger upload waits, as a copy from pageable memory does in CUDA.
 STAGE = 64 << 20
+#: Seconds between two looks whether data that is arriving in a user's tensor goes on to do so.
+_ARRIVING = 0.05
 
 #: A list that gets the uploads that read the user's own memory, as they begin: for a caller that has to know when their
 #: bytes have left.
@@ -184,6 +186,34 @@ class Transfers:
         self._counted.add(site, time.perf_counter() - began)
         place.outbox.restart()
         return receiving.tensor
+
+    def may_receive_into(self, target: torch.Tensor, place: NodePlace) -> bool:
+        """Returns whether ``download_into`` can be used: the channel gives a user's tensor back when the wait ends."""
+        number = self._number("download", place, target.nbytes) if self.router.rules else 0
+        return self.router.data[number].capabilities.takes_back
+
+    def download_into(self, target: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> None:
+        """Copies the tensor ``ref`` at ``place`` into a local one of its shape and dtype, which lies in memory as it
+        travels. Waits.
+
+        Raises as ``wait_for_transfer``; the target may have any contents then, and nothing writes it any more.
+        """
+        began = time.perf_counter()
+        number = self._number("download", place, target.nbytes) if self.router.rules else 0
+        self.router.introduce(number, MASTER, place.node)
+        channel, transfer = self.router.data[number], self.new()
+        begin = partial(_arrive, channel, target, place.node, transfer)
+        receiving = self._begin_transfer(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
+        try:
+            self.link.sender.flush_all()
+            self.wait_for_transfer(receiving, place.node, counted=True, number=transfer)
+        except BaseException:  # Ctrl-C, too
+            while not (receiving.is_completed() or channel.take_back(place.node, transfer)):
+                with contextlib.suppress(ChannelError, TimeoutError):
+                    receiving.wait(_ARRIVING)
+            raise
+        self._counted.add(site, time.perf_counter() - began)
+        place.outbox.restart()
 
     def fetch(
         self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None

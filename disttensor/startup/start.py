@@ -280,13 +280,18 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         starter.start(bundles)
     meta_inference.warm(device_backend.register)  # while the nodes start
     listen = starter.listen if starter is not None else (LOOPBACK,)
-    context = ChannelContext(MASTER, job, listen[0], listen[1:], settings.protection, settings.spec.silence.data)
+    sessions: list[Session] = []
+    context = ChannelContext(
+        MASTER, job, listen[0], listen[1:], settings.protection, settings.spec.silence.data,
+        partial(_process_of, sessions),
+    )  # fmt: skip
     seam = ScriptSeam()
     channels = Channels(maker(context, seam), settings.channel, collective=False)
     undo.callback(channels.close)
     session = Session(
         job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts, seam
     )
+    sessions.append(session)
     session.link.side.hub = side
     session.hub_beside = more
     if side is not None:
@@ -387,6 +392,11 @@ def _hub(
         undo.callback(inproc.close)
         return inproc, None, None, bundle, bundles
     return hub, side, more, bundle, bundles
+
+
+def _process_of(sessions: list[Session], rank: int) -> int:
+    """Returns the process that the launcher of the session, once there is one, has started on this host for a node."""
+    return sessions[0].link.nodes[rank].connection.process if sessions else 0
 
 
 def _script() -> b.ScriptPlace:

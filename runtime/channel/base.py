@@ -38,6 +38,8 @@ class Capabilities:
     encrypted: bool = False
     #: it compares checksums of payloads where ``ChannelContext.protection`` asks for it
     checksums: bool = False
+    #: a receive gives its tensor back while nothing has arrived (``take_back``), so that may be the user's own
+    takes_back: bool = False
     #: both peers have to be on one host
     same_host: bool = False
     #: peers on one host may share memory (``segments``): small collectives go through it
@@ -77,6 +79,11 @@ class Protection:
         return ""
 
 
+def nobodys(peer: int) -> int:
+    """Returns 0: the process of a peer is not known."""
+    return 0
+
+
 @dataclass(frozen=True)
 class ChannelContext:
     """The arguments that a channel is made with, on every peer."""
@@ -88,6 +95,8 @@ class ChannelContext:
     protection: Protection = Protection()  #: the protection of payloads that was asked for
     #: seconds after which a connection is given up whose other end's host does not answer, where the channel notices
     silence: float = Silence().data
+    #: returns the process of a peer, as this one's launcher has told, which has started it on this host; else 0
+    process_of: Callable[[int], int] = nobodys
 
 
 @dataclass(frozen=True)
@@ -244,6 +253,14 @@ class DataChannel(ABC):
         """
         tensor = self.empty(shape, dtype)
         return Arrival(self.irecv(tensor, peer, transfer), lambda: tensor)
+
+    def take_back(self, peer: int, transfer: int) -> bool:
+        """Has a receive whose data has not begun to arrive go on without its tensor, which nothing writes from then on;
+        returns whether it does. False where data is arriving in it, or the transfer has ended.
+
+        Called where ``capabilities.takes_back``.
+        """
+        return False
 
     @abstractmethod
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:

@@ -30,12 +30,19 @@ class MissedError(Exception):
     """A payload did not come, or not whole, by trouble beside the connection: only its transfer fails."""
 
 
+class RefusedError(Exception):
+    """A payload can't be had in the way in which it was announced: it comes in another one, by a new connection."""
+
+
 class FullError(Exception):
     """The peer has to take earlier payloads before there is room for this one: ``stage`` is called again."""
 
 
 class Parcel(ABC):
     """A payload that the peer has announced. Used by the reader's thread."""
+
+    #: the peer keeps the payload's memory until it hears that the announcement was dealt with, so it is told at once
+    awaited: ClassVar[bool] = False
 
     @abstractmethod
     def discard(self) -> None:
@@ -63,8 +70,8 @@ class Carrier(ABC):
 
     An exception in ``stage``, ``carry``, ``hear``, ``open`` or a parcel ends the pair's connection. But a MemoryError
     of ``open`` (it had no room, and has dropped the payload) and a MissedError of a parcel (the payload has not come)
-    fail that transfer only, and a FullError of ``stage`` fails nothing. A ``carry`` whose payload does not arrive may
-    return if the parcel raises.
+    fail that transfer only, and neither a FullError of ``stage`` nor a RefusedError of a parcel fails anything. A
+    ``carry`` whose payload does not arrive may return if the parcel raises.
     """
 
     #: the number of bytes of a descriptor
@@ -100,6 +107,20 @@ class Carrier(ABC):
 
     def carry(self, tensor: torch.Tensor) -> None:  # noqa: B027 - there is nothing to do where all is done in stage
         """Moves the payload, whose header was written: returns when the memory may change."""
+
+    def lent(self, descriptor: bytes) -> int:
+        """Returns 0 for what ``carry`` moves. Else ``stage`` has described the tensor's own memory, which must not change
+        before the peer has read it: a number, each time a larger one."""
+        return 0
+
+    def read_up_to(self) -> int:
+        """Returns the number of the last one of ``lent`` that the peer has read. It may say so beside the connection,
+        where nothing waits for a receive of this end's."""
+        return 0
+
+    def stop_lending(self) -> None:  # noqa: B027 - many lend nothing
+        """Has ``stage`` lend nothing any more, as the connection has broken: what was lent and not dealt with is staged
+        anew. Never blocks."""
 
     @abstractmethod
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:

@@ -237,6 +237,9 @@ class CountedChannel(DataChannel):
             TransferDone(seam.clock.now(), began, seam.node, peer, sent, transfer, nbytes, self.name, self.use)
         )
 
+    def take_back(self, peer: int, transfer: int) -> bool:
+        return self.inner.take_back(peer, transfer)
+
     def regroup(self, ranks: Sequence[int]) -> None:
         self.inner.regroup(ranks)
 

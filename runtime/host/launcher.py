@@ -95,6 +95,8 @@ class Launcher(ABC):
         grows: more nodes may come after the session has begun.
         watches: its own processes on other hosts tell when nothing is heard of one, and stop nodes that hear nothing.
         vacant: the number of further nodes that could be started at once; ``events`` updates it.
+        starts_children: its workers are processes of this host, and their pids come from who has forked them, not from
+            a message of theirs or of another host's: the script may read their memory.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -106,6 +108,7 @@ class Launcher(ABC):
 
     watches = False  #: its own processes tell of silent hosts
     grows = False  #: more nodes may come when the session has begun
+    starts_children = False  #: its workers' pids come from who has forked them, on this host
     vacant = 0  #: the number of further nodes that could be started at once; ``events`` updates it
 
     @classmethod

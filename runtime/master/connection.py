@@ -94,6 +94,7 @@ class NodeConnection:
         "lost",
         "notes",
         "number",
+        "process",
         "rank",
         "repeated",
         "seen",
@@ -111,6 +112,7 @@ class NodeConnection:
         self.life = Life.AWAITED
         self.hello: c.Hello | None = None
         self.lost: NodeLost | None = None  #: the error that says why it is gone, once it is
+        self.process = 0  #: its process, while that runs, where the launcher has started it as a child (of a child)
         self.ended = False  #: whether the launcher has told of the end of its process
         self.unawaited: set[int] = set()  #: ids of requests that it may still answer, and nobody waits for
         self.repeated = 0  #: failures that it has told before
@@ -151,7 +153,7 @@ class NodeConnection:
 
     def note_end(self, flight: bytes, at: float) -> None:
         """Notes that its process has ended, as the launcher told at a time, and has left this flight record."""
-        self.ended = True
+        self.ended, self.process = True, 0
         if flight:
             self.flight, self.flight_at = flight, at
 

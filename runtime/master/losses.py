@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..host import descriptors
-from ..host.launcher import Exited, Launcher, Sight
+from ..host.launcher import Exited, Launcher, Sight, Started
 from ..process.flight import LOST
 from ..process.observing import NodeGone
 from ..process.page import FUNCTION
@@ -217,7 +217,10 @@ class Losses:
                     died = str(e)
             with self._state.lock:
                 for event in events:
-                    if isinstance(event, Exited):
+                    if isinstance(event, Started):
+                        if launcher is not None and launcher.starts_children:
+                            self._state.nodes[event.rank].connection.process = event.pid
+                    elif isinstance(event, Exited):
                         self._state.nodes[event.rank].connection.note_end(event.flight, self._clock.now())
                         self.lose(event.rank, event.cause, event.tail, event.host, event.running, event.beside)
                     elif isinstance(event, Sight):

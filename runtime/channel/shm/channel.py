@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ..base import MASTER, Arrival, Capabilities, ChannelContext
 from ..carrier import Say
 from ..tcp.channel import TcpChannel
 from .cuda_ipc import CudaSharing
+from .direct import NodeSharing, ScriptSharing
 from .sharing import Sharing
 
 
@@ -27,7 +29,7 @@ class ShmChannel(TcpChannel):
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        authenticated=True, encrypted=True, checksums=True, same_host=True, shared_memory=True
+        authenticated=True, encrypted=True, checksums=True, takes_back=True, same_host=True, shared_memory=True
     )
 
     def __init__(self, context: ChannelContext) -> None:
@@ -47,4 +49,6 @@ class ShmChannel(TcpChannel):
 
     def _carrier(self, peer: int) -> Callable[[Say], Sharing]:
         # Tensors that the master sends and gets are on the CPU, and it should not open a device for them.
-        return Sharing if MASTER in (peer, self._context.rank) else CudaSharing
+        if self._context.rank == MASTER:
+            return partial(ScriptSharing, partial(self._context.process_of, peer))
+        return NodeSharing if peer == MASTER else CudaSharing

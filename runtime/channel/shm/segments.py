@@ -48,6 +48,11 @@ _DESCRIPTOR = struct.Struct("<IIQQ")
 DESCRIPTOR = _DESCRIPTOR.size
 
 
+def pack_descriptor(pid: int, fd: int, id: int, nbytes: int) -> bytes:
+    """Returns what ``unpacked`` takes apart."""
+    return _DESCRIPTOR.pack(pid, fd, id, nbytes)
+
+
 def unpacked(descriptor: bytes) -> tuple[int, int, int, int]:
     """Returns process, descriptor, id and size of a segment. Raises ProtocolError for bytes of another length."""
     if len(descriptor) != DESCRIPTOR:

@@ -11,12 +11,12 @@ from ...protocol.errors import ProtocolError
 from ..carrier import Carrier, FullError, Parcel, Say
 from ..payload import plain
 from . import adopted
-from .segments import DESCRIPTOR, FREE, Mapping, Mappings, Segment, Segments
+from .segments import DESCRIPTOR, FREE, Mapping, Mappings, Segment, Segments, unpacked
 
 #: The most bytes that the peer has not taken yet, but for one payload of any size.
 AHEAD = 16 << 20
 #: Words between the two carriers: can you open this segment? I can.
-_TRY, _YES = b"?", b"!"
+TRY, _YES = b"?", b"!"
 
 
 class Loan(Parcel):
@@ -100,19 +100,24 @@ class Sharing(Carrier):
         segment = self._take_segment(1)
         if segment is not None:  # else the peer is never asked, and payloads go over the connection
             segment.state = FREE
-            self.say(_TRY + segment.describe())
+            self.say(TRY + segment.describe())
 
     def hear(self, word: bytes) -> None:
         if word == _YES:
             self.works = True
             return
-        if not word.startswith(_TRY):  # from a peer that has more words than this one
+        if not word.startswith(TRY):  # from a peer that has more words than this one
             return
+        descriptor = word.removeprefix(TRY)
         try:
-            self._mappings.open(word.removeprefix(_TRY), 1)
+            self._mappings.open(descriptor, 1)
         except (OSError, ProtocolError, MemoryError):  # in another container, say: no answer means that it is no use
             return
         self.say(_YES)
+        self.note_opened(unpacked(descriptor)[0])
+
+    def note_opened(self, pid: int) -> None:
+        """Notes that a segment of the peer's could be opened, so that ``pid`` is its process."""
 
     def open(self, descriptor: bytes, nbytes: int) -> Parcel:
         """Returns the payload that the peer has announced. Raises OSError, ProtocolError, MemoryError."""

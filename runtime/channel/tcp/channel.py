@@ -38,7 +38,9 @@ class TcpChannel(DataChannel):
     """
 
     name: ClassVar[str] = "tcp"
-    capabilities: ClassVar[Capabilities] = Capabilities(authenticated=True, encrypted=True, checksums=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        authenticated=True, encrypted=True, checksums=True, takes_back=True
+    )
     limits: ClassVar[Limits] = Limits()
 
     def __init__(self, context: ChannelContext) -> None:
@@ -102,6 +104,10 @@ class TcpChannel(DataChannel):
 
     def irecv(self, tensor: torch.Tensor, peer: int, transfer: int) -> Transfer:
         return self._peer(peer, transfer).receive(tensor, transfer)
+
+    def take_back(self, peer: int, transfer: int) -> bool:
+        found = self._peers.get(peer)
+        return found is not None and found.take_back(transfer)
 
     def refuse(self, peer: int, transfer: int, rank: int, seq: int) -> None:
         self._peer(peer, transfer).poison(transfer, rank, seq)

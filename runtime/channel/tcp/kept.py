@@ -41,6 +41,13 @@ class Out:
     rest: bool = False  #: ``header`` holds all that is left to be written
     kept: bool = False  #: it is one of ``Kept``: it may have been written, and is sent again with the next connection
     copy: bytes | None = None  #: the payload, where ``tensor`` is not its any more
+    #: the carrier's number of what the peer reads where it lies, until it has; the ticket ends then. 0: nothing
+    lent: int = 0
+
+    def take_back(self) -> None:
+        """Has what was lent be staged anew."""
+        if self.lent:
+            self.frame, self.extra, self.header, self.lent = self.frame._replace(kind=DATA), b"", b"", 0
 
 
 class TcpConnection:
@@ -68,6 +75,18 @@ class Kept:
         self._written = 0  #: the number of those that were written to this connection, or are about to be: the first
         self.receipt = 0  #: the number of frames that the peer has dealt with
         self._held = 0  #: bytes of copies
+
+    def lent(self) -> list[Out]:
+        """Returns the frames whose payloads the peer reads where they lie, and has not read yet."""
+        return [out for out in self._outs if out.lent]
+
+    def end_lent(self, number: int) -> list[Ticket]:
+        """Lets go of payloads that the peer has read, up to the carrier's number of the last one; returns their
+        tickets."""
+        over = [out for out in self._outs if 0 < out.lent <= number]
+        for out in over:
+            out.lent, out.tensor = 0, None
+        return [out.ticket for out in over]
 
     @property
     def sent(self) -> int:
@@ -132,6 +151,7 @@ class Kept:
 def _anew(out: Out) -> Out:
     """Returns what to send for a frame in the next connection."""
     out.header, out.rest = b"", False
+    out.take_back()
     if out.frame.kind == DATA and out.copy is None and (out.tensor is None or out.ticket.is_completed()):
         out.frame, out.tensor = Frame(GONE, out.frame.transfer, 0, 0, 0), None
     return out

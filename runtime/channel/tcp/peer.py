@@ -191,6 +191,16 @@ class TcpPeer:
         self._fail_if_unstarted()
         return entry.ticket
 
+    def take_back(self, transfer: int) -> bool:
+        """Has a receive whose data has not begun to arrive go on without its tensor; returns whether it does."""
+        with self.lock:
+            entry = self._receives.get(transfer)
+            if entry is None or entry.tensor is None:
+                return False
+            entry.form = tuple(entry.tensor.shape), entry.tensor.dtype
+            entry.tensor = entry.view = None
+            return True
+
     def flush(self, deadline: float) -> None:
         """Waits until all sends have been written, at most until ``deadline`` (time.monotonic)."""
         self._sender.flush(deadline)
@@ -263,10 +273,10 @@ class TcpPeer:
 
     def _fail_tickets(self, victims: list[Ticket], kind: type[ChannelError], why: str) -> None:
         """Does the part of a failure that needs the lock to be released: fails the tickets and the carrier."""
+        if self.carrier is not None and self.failure is not None:
+            self.carrier.fail(self.failure[1])  # first: then nobody reads any more what was lent, and it may change
         for ticket in victims:
             ticket.fail(kind, why)
-        if self.carrier is not None and self.failure is not None:
-            self.carrier.fail(self.failure[1])
 
     def hung_up(self) -> bool:
         """Returns whether the peer has ended the connection, even if not all was read."""
@@ -674,13 +684,14 @@ class TcpPeer:
         if failure is not None:
             entry.ticket.fail(*failure)
 
-    def count(self, frame: Frame) -> None:
-        """Notes that a frame was dealt with. Tells the peer now and then, so that it need not keep what it has sent."""
+    def count(self, frame: Frame, awaited: bool = False) -> None:
+        """Notes that a frame was dealt with. Tells the peer now and then, so that it need not keep what it has sent; at
+        once where it waits for that."""
         self.received += 1
         self._progress = 0.0
         self._told_bytes += frame.nbytes if frame.kind == DATA else 0
         untold = self.received - self._sender.told
-        if untold >= _TELL or (self._told_bytes >= _TELL_BYTES and untold):
+        if untold >= _TELL or (self._told_bytes >= _TELL_BYTES and untold) or awaited:
             self._told_bytes = 0
             self._put(Out(Frame(RECEIPT, 0, 0, 0, 0), None, Ticket()))
 
@@ -705,8 +716,8 @@ class TcpPeer:
 
     def refused(self, frame: Frame) -> None:
         """Handles the peer's nack: fails the send if it is still under way."""
-        out = self._sender.writing()
-        if out is not None and out.frame.kind in (DATA, CARRIED) and out.frame.transfer == frame.transfer:
+        out = self._sender.unread(frame.transfer)
+        if out is not None and out.frame.kind in (DATA, CARRIED):
             out.ticket.fail(
                 BrokenError,
                 f"transfer {spoken(frame.transfer)}: rank {self.me} sends "

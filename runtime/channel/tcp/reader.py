@@ -22,7 +22,7 @@ import torch
 
 from ...protocol.errors import NO_MEMORY, BrokenError, ChannelError, ProtocolError
 from ...protocol.transfer_ids import spoken
-from ..carrier import Carrier, MissedError, Parcel
+from ..carrier import Carrier, MissedError, Parcel, RefusedError
 from ..payload import byte_view, describe, scratch, store
 from ..ticket import Passing, Ticket, poisoned
 from .frames import (
@@ -67,7 +67,7 @@ class ReaderPeer(Protocol):
 
     def return_claim(self, transfer: int, entry: Receive) -> None: ...
 
-    def count(self, frame: Frame) -> None: ...
+    def count(self, frame: Frame, awaited: bool = False) -> None: ...
 
     def acknowledge(self, receipt: int) -> None: ...
 
@@ -164,6 +164,7 @@ class PeerReader:
         self._over = False  #: nothing more can be read
         self._receipt = 0  #: the last one that the peer has told
         self._settled = False  #: the transfer that is read has ended, whatever becomes of its payload
+        self._lent = False  #: the peer keeps its memory until it hears that the frame that is read was dealt with
         self._role = allocate_lock()
         self._frame: Frame | None = None  #: a frame whose header was read, and that was not dealt with yet
         self._extra = b""  #: the bytes that came with that frame's header
@@ -307,7 +308,8 @@ class PeerReader:
             self._awaited = small and entry.ticket.waited
         self._frame = None
         if frame.kind in COUNTED:
-            self._peer.count(frame)
+            self._peer.count(frame, self._lent)
+        self._lent = False
         return True
 
     def _gone(self, transfer: int) -> str:
@@ -338,6 +340,7 @@ class PeerReader:
             except MemoryError as error:
                 self._fail_for_room(entry, what, error)
                 return
+            self._lent = parcel is not None and parcel.awaited
             if (frame.dtype, frame.numel) != (entry.dtype, entry.numel):
                 sends, receives = describe(frame.dtype, frame.numel), describe(entry.dtype, entry.numel)
                 peer.unclaim()
@@ -373,6 +376,9 @@ class PeerReader:
             if isinstance(error, MissedError):
                 self._miss(frame, entry, what, error)
                 return
+            if isinstance(error, RefusedError):
+                peer.return_claim(frame.transfer, entry)
+                raise EOFError(str(error)) from None
             if isinstance(error, (OSError, EOFError)) and frame.kind != CARRIED:
                 if self._settled:
                     peer.count(frame)

@@ -28,7 +28,8 @@ from .inbound import PIECE
 from .kept import Kept, Out, TcpConnection
 from .shield import CHECKSUM, ENCRYPT, Shield, checksum
 
-#: The first and the longest pause between two questions whether a carrier has room, seconds.
+#: The first and the longest pause between two questions whether a carrier has room, or what was lent has been read,
+#: seconds.
 _SPIN, _PAUSE = 1e-4, 2e-3
 
 
@@ -74,6 +75,7 @@ class FrameSender:
         self._shield: Shield | None = None  #: None: payloads go as they are
         self._thread: threading.Thread | None = None
         self._kept = Kept()
+        self._flushing = False  #: somebody waits until all has left
         self.told = 0  #: the number of received frames that the peer was told last
 
     def __len__(self) -> int:
@@ -112,6 +114,8 @@ class FrameSender:
         """Stops writing: the connection has broken, and what was written of frames is void. ``attach_with_lock`` sends
         again what is kept."""
         self._connection = self._sealer = self._shield = None
+        if self._peer.carrier is not None:
+            self._peer.carrier.stop_lending()
         new = [out for out in self._queue if not out.kept and out.frame.kind != RECEIPT]
         self._queue.clear()
         self._queue.extend(new)
@@ -151,19 +155,29 @@ class FrameSender:
         """
         with self._peer.lock:
             over = self._kept.acknowledge(receipt)
+            if self._flushing:
+                self._idle.notify_all()
         for ticket in over:
             ticket.finish()
         return bool(over)
 
-    def writing(self) -> Out | None:
-        """Returns the frame that the thread is writing."""
-        return self._writing
+    def unread(self, transfer: int) -> Out | None:
+        """Returns the frame of a transfer if the thread is writing it, or the peer has still to read what was lent."""
+        with self._peer.lock:
+            under_way = [*self._kept.lent(), *([self._writing] if self._writing is not None else [])]
+        return next((out for out in under_way if out.frame.transfer == transfer), None)
 
     def flush(self, deadline: float) -> None:
-        """Waits until all queued frames have been written, at most until ``deadline`` (time.monotonic)."""
+        """Waits until all queued frames have been written, and what was lent was read, at most until ``deadline``
+        (time.monotonic)."""
         with self._peer.lock:
-            while len(self) and self._peer.failure is None and (left := deadline - time.monotonic()) > 0:
+            self._flushing = True
+            while len(self) or self._kept.lent():
+                left = deadline - time.monotonic()
+                if self._peer.failure is not None or left <= 0:
+                    break
                 self._idle.wait(left)
+            self._flushing = False
 
     def _seal_with_lock(self, out: Out, sealer: Sealer) -> bytes:
         """Seals a frame when its turn has come: sequence numbers are those of the wire."""
@@ -208,18 +222,33 @@ class FrameSender:
 
         Returns, too, when the connection has broken.
         """
+        over: list[Ticket] = []
         with self._peer.lock:
             while not self._queue or self._connection is None:
                 if self._peer.failure is not None:
                     return False
                 if self._peer.has_broken_with_lock():
                     return True
-                self._work.wait()
-            connection = self._connection
-            connection.users += 1
-            out = self._writing = self._queue.popleft()
-        self._write(out, connection)
+                self._work.wait(_PAUSE if self._kept.lent() else None)
+                if over := self._read_with_lock():
+                    break
+            else:
+                connection = self._connection
+                connection.users += 1
+                out = self._writing = self._queue.popleft()
+        if not over:
+            self._write(out, connection)
+        for ticket in over:
+            ticket.finish()
         return True
+
+    def _read_with_lock(self) -> list[Ticket]:
+        """Lets go of what was lent and has been read, as the carrier can tell; returns the tickets."""
+        carrier = self._peer.carrier
+        over = [] if carrier is None else self._kept.end_lent(carrier.read_up_to())
+        if over and self._flushing:
+            self._idle.notify_all()
+        return over
 
     def _stage(self, out: Out, connection: TcpConnection) -> torch.Tensor | None:
         """Gives a large tensor to the carrier, or returns it as one to be written.
@@ -243,14 +272,16 @@ class FrameSender:
             if descriptor is not None:
                 if self._mode & CHECKSUM:
                     descriptor += checksum(out.tensor)
+                out.lent = carrier.lent(descriptor[: carrier.size])
                 out.frame, out.extra = out.frame._replace(kind=CARRIED), descriptor
                 return None
         return plain(out.tensor)
 
     def _write(self, out: Out, connection: TcpConnection) -> None:
-        written, copy = False, b""
+        written, copy, lent = False, b"", False
         try:
             tensor = self._stage(out, connection)
+            lent = out.lent > 0
             payload = memoryview(out.copy or b"") if tensor is None else byte_view(tensor)
             written = self._write_to(connection, out, payload)
             if written and out.frame.kind == CARRIED and out.tensor is not None and self._peer.carrier is not None:
@@ -264,16 +295,19 @@ class FrameSender:
         with self._peer.lock:
             self._writing = None
             failure = self._peer.failure
-            if written:
+            ended = written and not lent
+            if ended:
                 out.tensor = None
                 if copy and out.kept:
                     self._kept.keep_copy(out, copy)
             if not self._queue:
                 self._idle.notify_all()
         self._peer.release(connection)
-        if written:
+        if ended:
             out.ticket.finish()
         elif failure is not None:
+            if lent and self._peer.carrier is not None:
+                self._peer.carrier.fail(failure[1])  # before the memory may change: the peer may be reading it
             out.ticket.fail(failure[0], self._what(out, failure[1]))
 
     def _write_to(self, connection: TcpConnection, out: Out, payload: memoryview) -> bool:
@@ -281,6 +315,7 @@ class FrameSender:
         with self._peer.lock:
             if self._connection is not connection or self._sealer is None:
                 if not out.kept and not out.rest and self._peer.failure is None:
+                    out.take_back()
                     self._queue.appendleft(out)
                 return False
             header = out.header if out.rest else self._seal_with_lock(out, self._sealer)

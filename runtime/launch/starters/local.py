@@ -22,6 +22,7 @@ class LocalLauncher(ServerLauncher):
     """
 
     server_name, unfit = "the fork server", "no node can be started on this machine"
+    starts_children = True
 
     def __init__(self, entry: str = WORKER, preload: Sequence[str] = PRELOAD) -> None:
         spec = spec_of_dtrun()
