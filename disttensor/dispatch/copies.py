@@ -29,7 +29,7 @@ from .lazy_views import materialise
 
 #: Bytes up to which a tensor goes to each node of a mesh by itself, and is fetched whole from each to be compared.
 SMALL = 4096
-#: Bytes from which on a copy into a local tensor goes straight into its memory.
+#: A copy of more bytes into a local tensor goes straight into its memory.
 STRAIGHT = 64 << 10
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -32,6 +33,7 @@ from ..runtime.host.launch_spec import spec_of_dtrun
 from ..runtime.host.launcher import Exited, Launcher
 from ..runtime.launch import get_launcher, registry
 from ..runtime.master.failures import line_of
+from ..runtime.master.link import Link
 from ..runtime.node.rng_lock import guarded
 from ..runtime.node.worker import NodeWorker
 from ..runtime.process import undertakings
@@ -280,10 +282,10 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         starter.start(bundles)
     meta_inference.warm(device_backend.register)  # while the nodes start
     listen = starter.listen if starter is not None else (LOOPBACK,)
-    sessions: list[Session] = []
+    links: list[weakref.ref[Link]] = []
     context = ChannelContext(
         MASTER, job, listen[0], listen[1:], settings.protection, settings.spec.silence.data,
-        partial(_process_of, sessions),
+        partial(_process_of, links),
     )  # fmt: skip
     seam = ScriptSeam()
     channels = Channels(maker(context, seam), settings.channel, collective=False)
@@ -291,7 +293,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     session = Session(
         job, secret, hub, count, channels, starter, settings.channel, settings.protection, interrupts, seam
     )
-    sessions.append(session)
+    links.append(weakref.ref(session.link))
     session.link.side.hub = side
     session.hub_beside = more
     if side is not None:
@@ -394,9 +396,10 @@ def _hub(
     return hub, side, more, bundle, bundles
 
 
-def _process_of(sessions: list[Session], rank: int) -> int:
-    """Returns the process that the launcher of the session, once there is one, has started on this host for a node."""
-    return sessions[0].link.nodes[rank].connection.process if sessions else 0
+def _process_of(links: list[weakref.ref[Link]], rank: int) -> int:
+    """Returns the process of a node that is a child of the session's launcher, once there is a session; else 0."""
+    link = links[0]() if links else None
+    return 0 if link is None else link.nodes[rank].connection.process
 
 
 def _script() -> b.ScriptPlace:

@@ -109,8 +109,8 @@ class Carrier(ABC):
         """Moves the payload, whose header was written: returns when the memory may change."""
 
     def lent(self, descriptor: bytes) -> int:
-        """Returns 0 for what ``carry`` moves. Else ``stage`` has described the tensor's own memory, which must not change
-        before the peer has read it: a number, each time a larger one."""
+        """Returns 0 for what ``carry`` moves. Where ``stage`` has described the tensor's own memory, which must not
+        change before the peer has read it: a number, each time a larger one."""
         return 0
 
     def read_up_to(self) -> int:

@@ -45,6 +45,7 @@ from disttensor.runtime.channel.mpi.channel import MpiCarrier
 from disttensor.runtime.channel.nccl.channel import NcclSharing
 from disttensor.runtime.channel.payload import byte_view
 from disttensor.runtime.channel.shm.cuda_ipc import CudaSharing
+from disttensor.runtime.channel.shm.direct import NodeSharing, ScriptSharing
 from disttensor.runtime.channel.shm.segments import DESCRIPTOR, Mappings, Segment
 from disttensor.runtime.channel.shm.sharing import Sharing
 from disttensor.runtime.channel.tcp import handshake
@@ -956,6 +957,21 @@ DECODERS: tuple[Decoder, ...] = (
         covers=("runtime/channel/shm/segments.py:unpacked",),
     ),
     Decoder("words of shm", _WORDS, _hears(Sharing), (ProtocolError, OSError)),
+    Decoder(
+        "words of a node that is read",
+        st.one_of(_WORDS, st.just(b"#" + bytes(24) + _NOTHING)),
+        _hears(lambda say: ScriptSharing(os.getpid, say)),
+        (ProtocolError, OSError),
+        covers=("runtime/channel/shm/direct.py:ScriptSharing._find_mark",),
+        examples=80,
+    ),
+    Decoder(
+        "words of a script that reads",
+        st.one_of(_WORDS, _texts("@", "=")),
+        _hears(NodeSharing),
+        (ProtocolError, OSError),
+        examples=80,
+    ),
     Decoder(
         "words of shm with CUDA",
         st.one_of(_WORDS, _OFFERED),

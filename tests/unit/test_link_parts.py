@@ -149,6 +149,20 @@ def test_losses_that_a_launcher_explains(state: LinkState) -> None:
     launcher.stop(0)
 
 
+@pytest.mark.parametrize("children", [True, False])
+def test_the_process_of_a_node_is_the_one_that_its_launcher_has_started_here(state: LinkState, children: bool) -> None:
+    launcher = FakeLauncher(Exited(1, 5, "exit code 3", 3, ()))
+    launcher.starts_children = children
+    told = [[Started(0, 4), Started(1, 5)], launcher.events()]
+    launcher.events = iter(told).__next__  # type: ignore[method-assign]
+    losses = Losses(state, Requests(state), SideChannels(), launcher, lambda error: None)
+    losses.ask_launcher()
+    assert [node.connection.process for node in state.nodes] == ([4, 5] if children else [0, 0])
+    losses.ask_launcher()
+    assert [node.connection.process for node in state.nodes] == ([4, 0] if children else [0, 0])
+    launcher.stop(0)
+
+
 def test_replies(hub: FakeHub, state: LinkState) -> None:
     requests = Requests(state)
     losses = Losses(state, requests, SideChannels(), None, lambda error: None)

@@ -9,10 +9,11 @@
 
 The process that is read is the one that the launcher has started for the rank. No message names one, so no node has the
 script read another process. The mark, a random number, shows that it is the node; the node voids it before it lets the
-memory of an announced tensor change though nobody has said that it was read. The page is for a node whose connection
-brings just then what it has still to receive, and that waits with it until the tensor was read. Where the kernel refuses the first read
-(containers, other pid namespaces, Yama, seccomp) nothing more is said, and all goes by segments. Where it refuses
-a later one, the connection is begun anew, and what was announced comes by segments, as does all from then on.
+memory of an announced tensor change though nobody has said that it was read. The page is for a node that waits until a
+tensor was read while its connection brings what it has still to receive, with the word behind that. Where the kernel
+refuses the first read (containers, other pid namespaces, Yama, seccomp) nothing more is said, and all goes by segments.
+Where it refuses a later one, the connection is begun anew, and what was announced comes by segments, as does all from
+then on.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def read_memory(pid: int, source: int, target: int, nbytes: int, mark_at: int) -
     Raises OSError: PermissionError where the kernel refuses it, ProcessLookupError for a process that has ended.
     """
     mark = (ctypes.c_ubyte * _MARK)()
-    here = _Spans((target, nbytes), (ctypes.addressof(mark), _MARK))
-    there = _Spans((source, nbytes), (mark_at, _MARK))
+    here = _Spans(_Span(target, nbytes), _Span(ctypes.addressof(mark), _MARK))
+    there = _Spans(_Span(source, nbytes), _Span(mark_at, _MARK))
     copied = -1
     if _readv is None:
         ctypes.set_errno(errno.ENOSYS)
