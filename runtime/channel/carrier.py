@@ -8,6 +8,9 @@ authentication, and a peer's end: all this is the connection's. A payload of mor
     header and descriptor over the connection               ->   open(descriptor, nbytes) -> Parcel
     carry(tensor): returns when its memory may change            parcel: into, lend, fill, drop, one of them once
 
+Or the descriptor says where the tensor's own memory is (``lent``), which the peer reads: it may change when the peer
+has dealt with the header, or ``read_up_to`` says that it has read it.
+
 Carriers of a pair may talk to each other: the words that one ``say``s the other ``hear``s, in order with the headers.
 This way they find out whether they can work (while they have not, ``stage`` returns None), and exchange addresses.
 """

@@ -216,6 +216,20 @@ def check_arguments(channels: Sequence[DataChannel]) -> None:
     need(torch.equal(tensor, torch.ones(2)), "a refused id disturbed the transfer that had it")
 
 
+def check_take_back(channels: Sequence[DataChannel]) -> None:
+    """Checks that a receive gives its tensor back while nothing has arrived, where the channel says that it does."""
+    if not channels[2].capabilities.takes_back:
+        return
+    for transfer, numel in enumerate((3, 1 << 18)):
+        target = torch.zeros(numel)
+        receive = channels[2].irecv(target, 0, transfer)
+        need(channels[2].take_back(0, transfer), "a receive of which nothing has arrived keeps its tensor")
+        channels[1].isend(torch.ones(numel), 1, transfer).wait(LIMIT)
+        receive.wait(LIMIT)
+        need(not target.any(), "a tensor that was given back is written")
+        need(not channels[2].take_back(0, transfer), "a receive that has ended gives its tensor back")
+
+
 CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
     check_refusal,
     check_every_dtype,
@@ -227,6 +241,7 @@ CHECKS: tuple[Callable[[Sequence[DataChannel]], None], ...] = (
     check_late_send_completes,
     check_mismatch,
     check_arguments,
+    check_take_back,
     check_callbacks,
     check_forget,
     check_peer_closes,

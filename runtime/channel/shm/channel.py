@@ -1,10 +1,11 @@
 """The data channel "shm", for processes of one host: like "tcp", but large payloads go through shared memory.
 
 One copy brings a tensor into memory that the other process maps as well (``segments``). A receiver uses it there where
-a node lets the channel choose the memory (``iarrive``), else copies it once more. Small tensors and all headers take
-the connection, which also tells of a peer's end. Where two processes turn out not to see the same memory (containers),
-everything takes the connection. CUDA tensors go between nodes by buffers on their devices (``cuda_ipc``). What is in
-shared memory is never encrypted, as it does not leave the host; what takes the connection is where that was asked for.
+a node lets the channel choose the memory (``iarrive``), else copies it once more. The script reads large tensors of its
+launcher's nodes where they lie (``direct``). Small tensors and all headers take the connection, which also tells of a
+peer's end. Where two processes turn out not to see the same memory (containers), everything takes the connection. CUDA
+tensors go between nodes by buffers on their devices (``cuda_ipc``). What is in shared memory is never encrypted, as it
+does not leave the host; what takes the connection is where that was asked for.
 """
 
 from __future__ import annotations
