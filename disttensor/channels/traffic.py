@@ -124,7 +124,8 @@ def _count(session: Session) -> list[Traffic]:
             node.outbox.add(c.Count(request.id))
             requests.append(request)
     link.sender.flush_all()
-    rows = [_traffic(MASTER, *row) for row in count(session.router.data.values())]
+    own = (*count(session.router.data.values()), *session.transfers.upload_rows())
+    rows = [_traffic(MASTER, *row) for row in own]
     for request in requests:
         with suppress(NodeLost), link.unheard():
             reply = link.waiting.wait(request)

@@ -51,8 +51,8 @@ def _upload(tensor: torch.Tensor, meta: Meta, ref: int, non_blocking: bool) -> N
     """Uploads a tensor to ``ref`` at the place of ``meta``, which has its geometry."""
     place, site = meta.place, here()
     transfers = session_of(place).transfers
-    # a mesh's nodes each get what the script has: over the script's link, or from each other
-    if not isinstance(place, MeshPlace):
+    # a mesh's nodes each get what the script has: by one command, over the script's link, or from each other
+    if not isinstance(place, MeshPlace) or transfers.by_command(meta.nbytes, place):
         transfers.upload(tensor.detach(), place, ref, site, non_blocking)
         return
     transfers.link.check(place.outbox)
@@ -347,7 +347,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def copy_strides(source: torch.Tensor, format: torch.memory_format | None = None) -> tuple[int, ...]:
     """Returns the strides that torch gives a copy of ``source``."""
-    if format in (None, torch.preserve_format) and is_dense(source):
+    if format in (None, torch.preserve_format) and (source.is_contiguous() or is_dense(source)):
         return source.stride()  # the meta device would choose other strides for dimensions of one element
     # a tensor without elements costs nothing on the CPU either, and the meta device would forget its strides
     stand = torch.empty_strided(source.shape, source.stride(), device="meta" if source.numel() else "cpu")

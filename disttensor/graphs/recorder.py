@@ -142,8 +142,9 @@ class GraphRecorder:
         if len(ranks) > 1:
             self._spans.add(ranks)
         logs = [self._log(rank) for rank in ranks]
-        if isinstance(command, c.Recv) and command.peer == MASTER:
-            self._constant(logs[0], command, site)
+        if isinstance(command, c.Upload) or (isinstance(command, c.Recv) and command.peer == MASTER):
+            for log in logs:
+                self._constant(log, command, site)
             return
         if isinstance(command, c.Seed) and command.all:
             self._seed, self._begun = command.seed, set()
@@ -225,7 +226,7 @@ class GraphRecorder:
         log.made[ref] = None
         log.hold_ref(ref)
 
-    def _constant(self, log: Log, command: c.Recv, site: Site | None) -> None:
+    def _constant(self, log: Log, command: c.Upload | c.Recv, site: Site | None) -> None:
         """Sends an upload now, once, under another ref because the program may write the recorded one."""
         hidden = new_ref()
         log.constants[command.out] = hidden

@@ -255,7 +255,7 @@ class ChromeTrace:
         if known is None:
             return found
         match known.command:
-            case c.Recv(shape=shape, dtype=dtype):
+            case c.Recv(shape=shape, dtype=dtype) | c.Upload(shape=shape, dtype=dtype):
                 found |= {"shape": list(shape), "dtype": _dtype(dtype)}
             case c.Collective(kind=kind, lengths=lengths, dtype=dtype):
                 found |= {"kind": kind, "elements": list(lengths), "dtype": _dtype(dtype)}

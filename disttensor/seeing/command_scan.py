@@ -122,6 +122,8 @@ class CommandScan:
         except IndexError:  # a long command, which is kept without its arguments
             reads, writes, makes = (), (), (call.out,)  # type: ignore[union-attr]
         match inner:
+            case c.Upload():
+                event = event._replace(name="an upload")
             case c.Recv(peer=peer, transfer=transfer):
                 name = "an upload" if peer == MASTER else f"a copy from node {peer}"
                 event = event._replace(name=name, peer=peer, transfer=transfer, arrives=True)

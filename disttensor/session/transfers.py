@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 
 from ..errors import late_warnings
 from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
+from ..runtime.channel.counted import BY_COMMANDS, Figures, Row, TransferTally
+from ..runtime.channel.payload import bytes_of, scratch
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
@@ -32,7 +35,7 @@ from .channel_router import ChannelRouter
 from .places import NodePlace, Place
 from .waits import Waits
 
-#: Uploads up to this many bytes are copied, however many bytes of copies are on their way.
+#: Uploads up to this many bytes travel with the commands.
 SMALL = 64 << 10
 #: The most bytes of copies on their way. A larger upload waits, as a copy from pageable memory does in CUDA.
 STAGE = 64 << 20
@@ -98,6 +101,8 @@ class Transfers:
         self.link, self.router = link, router
         self._failure, self._sync = failure, sync
         self._numbers = count(1)
+        #: the uploads that travelled with commands, by the nodes that got them
+        self.uploads: defaultdict[tuple[int, ...], TransferTally] = defaultdict(TransferTally)
         self.staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
         self.arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
@@ -118,25 +123,39 @@ class Transfers:
             if ids[-1] - ids[0] == n - 1:  # no other thread took one between
                 return ids[0]
 
-    def upload(
-        self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None, non_blocking: bool = False
-    ) -> None:
-        """Sends a local tensor to ``ref`` at ``place``. Returns when the tensor may be changed: at once, having copied
-        it, while no more than STAGE bytes of copies are on their way; else when its bytes have left.
+    def by_command(self, nbytes: int, place: Place) -> bool:
+        """Returns whether an upload of so many bytes to a place travels with the commands: it is SMALL, and no data
+        channel was selected for it."""
+        if nbytes > SMALL or not self.router.rules:
+            return nbytes <= SMALL
+        device = "cuda" if place.is_cuda() else "cpu"
+        return all(self.router.selected("upload", device, nbytes, (MASTER, rank)) is None for rank in place.ranks)
 
-        ``non_blocking`` returns at once, without a copy: the tensor must not change before its bytes have left. Raises
-        NodeLost, RuntimeError for a tensor that can't be copied.
+    def upload(
+        self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
+    ) -> None:
+        """Sends a local tensor to ``ref`` at ``place``, which is a mesh only for what travels ``by_command``. Returns
+        when the tensor may be changed: at once, having copied it, while no more than STAGE bytes of copies are on
+        their way; else when its bytes have left.
+
+        ``non_blocking`` returns at once, and without a copy of what a data channel carries: that tensor must not change
+        before its bytes have left. Raises NodeLost, RuntimeError for a tensor that can't be copied.
         """
         self.link.check(place.outbox)
         codec.check_copy(tensor.shape, tensor.dtype)
+        size = tensor.numel() * tensor.element_size()
+        if self.by_command(size, place):
+            self._issue_upload(tensor, place, ref, site)
+            return
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
-        size = tensor.numel() * tensor.element_size()
         tensor = tensor.resolve_conj().resolve_neg()
+        # what does not travel with commands a mesh gets from node to node
+        assert isinstance(place, NodePlace)
         number = self._number("upload", place, size) if self.router.rules else 0
         self.router.introduce(number, MASTER, place.node)
         channel = self.router.data[number]
-        staged = not non_blocking and (size <= SMALL or size + sum(list(self.staged.values())) <= STAGE)
+        staged = not non_blocking and size + sum(list(self.staged.values())) <= STAGE
         if staged:  # the copy leaves in the background, and the caller goes on
             tensor = channel.staging(tuple(tensor.shape), tensor.dtype, place.node).copy_(tensor)
         tensor = tensor.contiguous()
@@ -156,6 +175,37 @@ class Transfers:
                 self.wait_for_transfer(sending, place.node, number=transfer)
         elif (taker := lent.get()) is not None:
             taker.append((place.node, sending))
+
+    def _issue_upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
+        """Issues an upload as an operation is issued: its bytes are copied now, and leave with the next message."""
+        began = time.perf_counter()
+        if type(tensor) is not torch.Tensor:  # another class says itself what a copy is, and may have no memory
+            tensor = scratch(tensor).view(tensor.shape).copy_(tensor)
+        data = bytes_of(tensor)
+        command = c.Upload(ref, tuple(tensor.shape), codec.dtype_id(tensor.dtype), place.name, data)
+        self.link.interrupts.look()
+        if self._queue_upload(command, place, site, len(data), began):
+            self.link.sender.flush(place.outbox)
+        elif self.link.interrupts.pending:
+            self.link.interrupts.check()
+
+    @uninterrupted
+    def _queue_upload(self, command: c.Upload, place: Place, site: Site | None, nbytes: int, began: float) -> bool:
+        """Queues an upload and counts it: uninterrupted, or a handler that raises could leave the count's lock held.
+        Returns whether the caller has to flush."""
+        due = place.outbox.add_data(command, site, nbytes)
+        self.uploads[place.ranks].add(nbytes, began)
+        return due
+
+    def upload_rows(self) -> list[Row]:
+        """Returns the counts of the uploads that travelled with commands, to each node."""
+        sums: dict[int, Figures] = {}
+        for ranks, tally in list(self.uploads.items()):
+            for rank in ranks:
+                calls, nbytes, seconds = sums.get(rank, (0, 0, 0.0))
+                more = tally.figures()
+                sums[rank] = calls + more[0], nbytes + more[1], seconds + more[2]
+        return [(BY_COMMANDS, "transfers", rank, sent, (0, 0, 0.0)) for rank, sent in sorted(sums.items())]
 
     def _number(self, op: str, place: NodePlace, nbytes: int) -> int:
         """Returns the number of the channel for a copy between the master and a place."""

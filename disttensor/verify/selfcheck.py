@@ -171,11 +171,14 @@ class SelfCheck:
     ) -> None:
         """Wraps ``Transfers.upload``."""
 
+        # all of a mesh's nodes get the same, by one command: one of them is looked at
+        at = place.members[0] if isinstance(place, MeshPlace) else place
+
         def call() -> DistributedTensor:
             original(tensor, place, ref, site, non_blocking)
-            return under(ref, tuple(tensor.shape), contiguous(tuple(tensor.shape)), tensor.dtype, place)  # type: ignore[no-any-return]
+            return under(ref, tuple(tensor.shape), contiguous(tuple(tensor.shape)), tensor.dtype, at)  # type: ignore[no-any-return]
 
-        self._copied("a copy to a node", call, tensor, place)
+        self._copied("a copy to a node", call, tensor, at)
 
     def _copied(
         self, what: str, call: Callable[[], DistributedTensor], source: torch.Tensor, place: Place
@@ -393,7 +396,7 @@ class CheckedTransfers(Transfers):
         self._check = check
 
     def upload(
-        self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None, non_blocking: bool = False
+        self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
     ) -> None:
         self._check.upload(super().upload, tensor, place, ref, site, non_blocking)
 

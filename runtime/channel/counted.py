@@ -24,6 +24,8 @@ from .base import MASTER, Arrival, DataChannel, PeerInfo, Transfer
 
 #: The number, in place of a peer's, of collectives that the channel does itself.
 GROUP = -2
+#: The name, in place of a channel's, of uploads that travel with the commands.
+BY_COMMANDS = "commands"
 #: The bytes from which on a transfer is known by itself while it is under way, and not only as one more.
 LARGE = 1 << 20
 

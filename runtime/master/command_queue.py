@@ -44,6 +44,8 @@ MAX_BATCH = 128
 MIN_BATCH = 2
 #: The most refs in one Free; bounds its size below a message's limit whatever the distances.
 MAX_FREE = 100_000
+#: The bytes of data among queued commands with which they leave, however few they are.
+MAX_DATA = 512 << 10
 #: The number of commands between two sweeps of dead refs.
 SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.
@@ -136,6 +138,7 @@ class CommandQueue:
     """The queue of one place, whose commands go to all of ``members``."""
 
     __slots__ = (
+        "_data",
         "_entry",
         "_gone",
         "_holds",
@@ -221,6 +224,7 @@ class CommandQueue:
         #: has the idle flush look at the queue: the link's
         self.rouse: Callable[[CommandQueue], None] = _alone
         self.used = False  #: whether it was ever roused, so that something may be left in it
+        self._data = 0, 0  #: ``moved`` when there was data last, and the bytes of it since then
 
     @property
     def members(self) -> Sequence[CommandQueue]:
@@ -259,6 +263,14 @@ class CommandQueue:
         if self.asleep:
             self.rouse(self)
         return len(commands) >= self.limit
+
+    def add_data(self, command: c.Command, site: Site | None, nbytes: int) -> bool:
+        """Does what ``add`` does for a command with so many bytes of data, of which a queue holds MAX_DATA and no more
+        than a command's besides."""
+        moved, queued = self._data
+        queued = nbytes + (queued if moved == self.moved else 0)
+        self._data = self.moved, queued
+        return self.add(command, site) or queued >= MAX_DATA
 
     def put(self, command: c.Command, site: Site | None = None) -> None:
         """Appends a command past any route: to the nodes' default streams, and into no recording."""

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from ..channel.counted import count
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
 from ..process import page
@@ -227,7 +226,7 @@ class CommandExecutor(NodeState):
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Switch():
                 self.switch(command)
-            case c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
+            case c.Upload() | c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
                 made = self.effect(command, self.tensor)
                 store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))
             case c.Sync():
@@ -256,7 +255,7 @@ class CommandExecutor(NodeState):
             case c.Engines():
                 self.emit(c.GraphEngines(command.request, self.graphs.engines(command.graph)))
             case c.Count():
-                self.emit(c.TrafficCounts(command.request, count(self.channels)))
+                self.emit(c.TrafficCounts(command.request, self.traffic()))
             case c.Peer():
                 self.channels.connect(command.channel, command.rank, command.addresses, command.key)
             case c.Open():

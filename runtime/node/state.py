@@ -19,8 +19,10 @@ from weakref import WeakValueDictionary
 import torch
 from msgspec.structs import replace
 
-from ..channel.base import Arrival
+from ..channel.base import MASTER, Arrival
+from ..channel.counted import BY_COMMANDS, Row, TransferTally, count
 from ..channel.opened import Channels
+from ..channel.payload import of_bytes
 from ..collective.shared_pages import SharedPagesOfGroups
 from ..host.cuda_devices import in_use
 from ..host.memory_limit import begin_peak, memory_left, resident
@@ -86,6 +88,7 @@ class NodeState:
         self.progress = progress
         self.channels = channels
         self.channel = channels.data[0]  #: the session's own
+        self.uploads = TransferTally()  #: those that travelled with commands
         self.shared_pages = SharedPagesOfGroups()
         self.functions = functions
         functions.rank = rank
@@ -343,6 +346,8 @@ class NodeState:
                 _set_generator(self.device(command.device), tensor(command.ref))
             case c.Keep():
                 return [_generator(self.device(command.device))]
+            case c.Upload():
+                return [self._unpacked(command)]
             case c.Storage():
                 found = tensor(command.ref)
                 storage = found.untyped_storage()
@@ -357,6 +362,24 @@ class NodeState:
             case _:
                 raise ProtocolError(f"{type(command).__name__} needs more than its operands")
         return []
+
+    def _unpacked(self, command: c.Upload) -> torch.Tensor:
+        """Returns the tensor that a command has the bytes of. Raises ProtocolError where they are not as many."""
+        began, dtype, shape = time.perf_counter(), codec.dtype_of(command.dtype), command.shape
+        codec.check_shape(shape, dtype.itemsize)
+        if math.prod(shape) * dtype.itemsize != len(command.data):
+            raise ProtocolError(f"{len(command.data)} bytes are none of {dtype} {shape}")
+        tensor = of_bytes(command.data, dtype, shape)
+        device = self.device(command.device)
+        if device.type != "cpu":
+            tensor = tensor.to(device)
+        self.uploads.add(len(command.data), began)
+        return tensor
+
+    def traffic(self) -> tuple[Row, ...]:
+        """Returns the counts of what the data channels have carried, and of uploads that travelled with commands."""
+        uploads = (BY_COMMANDS, "transfers", MASTER, (0, 0, 0.0), self.uploads.figures())
+        return (*count(self.channels), *([uploads] if self.uploads.calls else []))
 
     def _swap(self, command: c.Swap) -> None:
         if not role.is_node():

@@ -90,6 +90,16 @@ class Recv(Message, frozen=True, tag=16):
     channel: int = 0
 
 
+class Upload(Message, frozen=True, tag=78):
+    """Makes a tensor of bytes that come with the command."""
+
+    out: int
+    shape: tuple[int, ...]
+    dtype: int
+    device: str
+    data: bytes
+
+
 class Piece(Message, frozen=True, tag=17):
     """A piece of a pickled function or of its arguments, collected under ``key``."""
 
@@ -423,8 +433,8 @@ class On(Message, frozen=True, tag=30):
 
     stream: int
     command: (
-        Call | First | Ask | Send | Recv | Run | Seed | Swap | Random | Keep | Storage | Digest | Record | Wait | Await
-        | Replay | Collective
+        Call | First | Ask | Send | Recv | Upload | Run | Seed | Swap | Random | Keep | Storage | Digest | Record | Wait
+        | Await | Replay | Collective
     )  # fmt: skip
 
 
@@ -454,6 +464,7 @@ Command: TypeAlias = (
     | Ask
     | Send
     | Recv
+    | Upload
     | Piece
     | Run
     | Adopt

@@ -94,6 +94,9 @@ TRAITS: dict[type[c.Command], Traits] = {
         reads=lambda send, _: (send.ref,),
     ),
     c.Recv: Traits(on_stream=True, routed=True, recordable=True, renumbered=True, makes=lambda recv, _: (recv.out,)),
+    c.Upload: Traits(
+        on_stream=True, routed=True, overtaken=True, anywhere=True, makes=lambda upload, _: (upload.out,)
+    ),  # a graph has it as a constant, sent when it is recorded
     c.Piece: Traits(overtaken=True, serves=True),
     c.Run: Traits(
         on_stream=True,

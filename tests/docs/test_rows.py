@@ -493,10 +493,10 @@ SENDING = """
 import torch
 import disttensor as dt
 with dt.init_master_worker("mine", nodes=2):
-    x = torch.arange(5).to("node:0").to("node:1")
+    x = torch.arange(10_000).to("node:0").to("node:1")
     print(x.sum().item())
 """
-CARRIED = ["10", "[node 0] my channel carries 5 to 1", "my channel carries 5 to 0"]
+CARRIED = ["49995000", "[node 0] my channel carries 10000 to 1", "my channel carries 10000 to 0"]
 
 
 @pytest.mark.slow

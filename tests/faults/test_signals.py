@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("clean")
 #: Seconds for what takes a moment; longer is a hang.
 SOON = 20
 
+#: More than travels with the commands: it comes to the point "upload".
+MUCH = torch.ones(20_000)
 #: Where a signal arrives.
 WHERE = ["send", "receive", "pack", "bury", "acknowledge", "upload"]
 
@@ -48,7 +50,7 @@ def test_a_handler_that_raises_splits_nothing(where: str, first: bool) -> None:
                 while True:
                     issued += 1
                     x.add_(1)
-                    torch.ones(3).to("node:1")
+                    MUCH.to("node:1")
     assert x.tolist() == [issued] * 3  # each arrived, and once
 
 
@@ -68,7 +70,7 @@ def test_a_handler_that_uses_tensors(where: str, first: bool) -> None:
             while len(seen) <= n:
                 issued += 1
                 x.add_(1)
-                torch.ones(3).to("node:1")
+                MUCH.to("node:1")
     assert [size for _, size, _ in seen] == [3] * 5
     assert x.tolist() == [issued] * 3
 

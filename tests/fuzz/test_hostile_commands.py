@@ -144,6 +144,7 @@ defines = st.builds(
 )  # fmt: skip
 asks = st.builds(c.Ask, st.just(0), st.one_of(calls, sound, st.builds(lambda a: c.Call(6, 20, (20 - a,)), SMALL)))
 sends = st.builds(c.Send, INTS, REFS, PEERS, CHANNELS)
+uploads = st.builds(c.Upload, SMALL, SHAPES, DTYPES, DEVICES, st.binary(max_size=64))
 receives = st.builds(c.Recv, INTS, SMALL, PEERS, SHAPES, DTYPES, DEVICES, CHANNELS)
 firsts = st.builds(
     c.First, TEMPLATES, SMALL, st.lists(NUMBERS, max_size=3).map(tuple),
@@ -196,7 +197,8 @@ graphs = st.builds(
     st.sampled_from(["interpreter", "interpreter", "nope", ""]),
 )  # fmt: skip
 on_streams: dict[type, st.SearchStrategy[Any]] = {
-    c.Call: st.one_of(calls, sound), c.First: firsts, c.Ask: asks, c.Send: sends, c.Recv: receives, c.Run: runs,
+    c.Call: st.one_of(calls, sound), c.First: firsts, c.Ask: asks, c.Send: sends, c.Recv: receives,
+    c.Upload: uploads, c.Run: runs,
     c.Seed: st.builds(c.Seed, INTS), c.Random: randoms, c.Keep: keeps,
     c.Storage: st.builds(c.Storage, st.just(0), REFS),
     c.Digest: st.builds(c.Digest, st.just(0), REFS),

@@ -305,6 +305,12 @@ DEFECTS: dict[str, Defect] = {
         "a copy to a node",
         "3 of 3 values",
     ),
+    "copy to a mesh": Defect(
+        wrapped(Transfers, "upload", lambda fn, s, x, *a: fn(s, x + 1, *a)),
+        lambda: torch.ones(3).to(dt.mesh(dp=2).device),
+        "a copy to a node",
+        "3 of 3 values",
+    ),
     "copy to the master": Defect(
         wrapped(Transfers, "download", lambda fn, s, x, *a: fn(s, x, *a) + (1 if x.dtype is torch.int16 else 0)),
         lambda: torch.ones(3, dtype=torch.int16, device=NODE).cpu(),

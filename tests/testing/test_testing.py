@@ -172,8 +172,8 @@ def test_what_waits_is_counted(busy: None) -> None:
 def test_uploads_and_questions_are_counted(busy: None) -> None:
     asking = threading.Event()
     with testing.at("wait", asking.set):
-        torch.ones(1000).to("node:1")
-        assert testing.queued().uploads == 4000
+        torch.ones(20_000).to("node:1")
+        assert testing.queued().uploads == 80_000
         thread = threading.Thread(target=dt.synchronize)
         thread.start()
         assert asking.wait(SOON)
@@ -245,10 +245,10 @@ def test_limits_hold_in_their_block(busy: None) -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", ["wait", "ask", "pack", "bury", "send", "receive", "acknowledge", "upload"])
 def test_what_is_called_at_a_point(point: str, after: bool) -> None:
-    x, seen = torch.ones(3).to("node:1"), list[int]()
+    x, seen = torch.ones(20_000).to("node:1"), list[int]()
 
     def program() -> None:
-        x.add_(torch.ones(3).to("node:1")).sum().item()
+        x.add_(torch.ones(20_000).to("node:1")).sum().item()
         dt.synchronize()
 
     with testing.at(point, lambda: seen.append(1), after=after):

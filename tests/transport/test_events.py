@@ -113,7 +113,7 @@ def fetched(world: World) -> None:
 
 
 def given(world: World) -> None:
-    world.x.copy_(torch.ones(4))
+    torch.ones(GIVEN // 4).to("node:0")
 
 
 def replayed(world: World) -> None:
@@ -192,12 +192,18 @@ def graph(world: World, event: GraphReplayed) -> dict[str, Any]:
     return {"node": 0, "stream": "", "number": number, "graph": event.graph, "steps": 1, "failed": False}
 
 
-def transfer(sent: bool, node: int, peer: int, use: str = "transfers") -> Callable[[World, TransferDone], Any]:
+#: Bytes of an upload, more than travel with the commands.
+GIVEN = 80_000
+
+
+def transfer(
+    sent: bool, node: int, peer: int, use: str = "transfers", nbytes: int = 16
+) -> Callable[[World, TransferDone], Any]:
     def expected(world: World, event: TransferDone) -> dict[str, Any]:
         assert event.transfer > 0
         return {
-            "node": node, "peer": peer, "sent": sent, "transfer": event.transfer, "bytes": 16, "channel": "inproc",
-            "use": use,
+            "node": node, "peer": peer, "sent": sent, "transfer": event.transfer, "bytes": nbytes,
+            "channel": "inproc", "use": use,
         }  # fmt: skip
 
     return expected
@@ -223,9 +229,9 @@ EVENTS: dict[str, tuple[Callable[[World], None], int, str, type[tuple[Any, ...]]
     "function that failed": (fallen, 0, "function", FunctionDone, function),
     "graph": (replayed, 0, "graph", GraphReplayed, graph),
     "received by the script": (fetched, SCRIPT, "transferred", TransferDone, transfer(False, -1, 0)),
-    "sent by the script": (given, SCRIPT, "transferred", TransferDone, transfer(True, -1, 0)),
+    "sent by the script": (given, SCRIPT, "transferred", TransferDone, transfer(True, -1, 0, nbytes=GIVEN)),
     "sent by a node": (fetched, 0, "transferred", TransferDone, transfer(True, 0, -1)),
-    "received by a node": (given, 0, "transferred", TransferDone, transfer(False, 0, -1)),
+    "received by a node": (given, 0, "transferred", TransferDone, transfer(False, 0, -1, nbytes=GIVEN)),
     "sent in a collective": (reduce, 0, "transferred", TransferDone, transfer(True, 0, 1, "collectives")),
 }
 #: Events of what an action does besides.

@@ -130,12 +130,14 @@ def test_a_fetch_is_one_message_and_no_report(x: torch.Tensor) -> None:
     assert log.reports == 0  # the bytes come through the data channel
 
 
-def test_an_upload_is_one_command(x: torch.Tensor) -> None:
+@pytest.mark.parametrize(("elements", "command"), [(3, "Upload"), (1 << 14, "Upload"), (1 + (1 << 14), "Recv")])
+def test_an_upload_is_one_command(elements: int, command: str, x: torch.Tensor) -> None:
+    """Up to 64 KiB come with it."""
     with testing.MessageLog() as log:
-        y = torch.ones(3).to("node:1")
-    assert log[1].commands == ["Recv"]
+        y = torch.ones(elements).to("node:1")
+    assert log[1].commands == [command]
     assert log.reports == 0
-    same(y, torch.ones(3))
+    same(y, torch.ones(elements))
 
 
 def test_node_to_node_is_one_command_each(x: torch.Tensor) -> None:

@@ -71,7 +71,11 @@ TABLE = {
         "MAX_STOPS": "a node has so many debuggers at most",
         "MAX_UNSHOWN": "a debugger says no more than MAX_DEBUGGED for each line that is typed",
     },
-    "runtime/master/command_queue.py": {"MAX_BATCH": _KEPT, "MAX_FREE": "more frees are several commands"},
+    "runtime/master/command_queue.py": {
+        "MAX_BATCH": _KEPT,
+        "MAX_DATA": "what is there leaves",
+        "MAX_FREE": "more frees are several commands",
+    },
     "runtime/master/failures.py": {"MAX_TRACES": _KEPT, "MAX_ATTACHED": _KEPT, "MAX_FAILURES": _KEPT},
     "runtime/process/flight.py": {
         "MOST": "a ring of a fixed size, and what is under way: an agent that tells more is refused"

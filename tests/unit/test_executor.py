@@ -16,6 +16,7 @@ from limits import HANG
 from node_kit import ALL, FULL, Node
 
 from disttensor.runtime.channel.base import Transfer
+from disttensor.runtime.channel.payload import DTYPES, bytes_of
 from disttensor.runtime.node import user_functions as functions
 from disttensor.runtime.node.store import Promise
 from disttensor.runtime.node.user_functions import key_of
@@ -96,6 +97,49 @@ def test_transfers(ready: Node) -> None:
     ready.do(c.Send(2, 4, -1), c.Sync(9))
     got.wait(HANG)
     assert target.tolist() == ready[4].tolist()
+
+
+#: What an upload may be like, and its elements: they are sent in order, whatever lies in memory.
+SOURCES: dict[str, tuple[torch.Tensor, Any]] = {
+    "a matrix": (torch.arange(4.0).reshape(2, 2), [[0, 1], [2, 3]]),
+    "transposed": (torch.arange(6.0).reshape(2, 3).t(), [[0, 3], [1, 4], [2, 5]]),
+    "expanded": (torch.ones(1).expand(3), [1, 1, 1]),
+    "a number": (torch.tensor(7), 7),
+    "no elements": (torch.ones(2, 0, 3), [[], []]),
+    "a part": (torch.arange(9.0)[4::2], [4, 6, 8]),
+    "strides of one element": (torch.ones(1).as_strided((1, 1), (5, 7)), [[1]]),
+    "a lazy conjugate": (torch.tensor([1 + 2j]).conj(), [1 - 2j]),
+    "a lazy negative": (torch.tensor([1 + 2j]).conj().imag, [-2]),
+    "zeros without memory": (torch._efficientzerotensor(3), [0, 0, 0]),
+    "a parameter": (torch.nn.Parameter(torch.ones(2)), [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_upload_by_command(name: str, ready: Node) -> None:
+    source, elements = SOURCES[name]
+    upload = c.Upload(3, tuple(source.shape), codec.dtype_id(source.dtype), "cpu", bytes_of(source))
+    assert ready.do(upload) == []
+    made = ready[3]
+    assert (made.shape, made.dtype, made.tolist()) == (source.shape, source.dtype, elements)
+    assert made.is_contiguous()
+    assert not made.requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_upload_of_any_dtype(dtype: torch.dtype, ready: Node) -> None:
+    source = torch.arange(16, dtype=torch.uint8).view(dtype)
+    assert ready.do(c.Upload(3, tuple(source.shape), codec.dtype_id(dtype), "cpu", bytes_of(source))) == []
+    assert ready[3].dtype == dtype
+    assert ready[3].view(torch.uint8).tolist() == list(range(16))
+
+
+def test_what_has_no_bytes_of_its_own_is_no_upload() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for source in (freed, torch.ones(3, device="meta"), torch.ones(3).to_sparse()):
+        with pytest.raises(TypeError, match="cannot travel"):
+            bytes_of(source)
 
 
 def test_what_was_sent_is_let_go_of_when_it_is_freed(ready: Node) -> None:
@@ -225,6 +269,9 @@ NONSENSE: dict[str, tuple[tuple[c.Command, ...], str]] = {
         (c.Define(32, "aten::zeros", (c.Items((1,)),), (("nope", 1),), 1), c.Call(32, 3, ())),
         "nope|unknown",
     ),
+    "upload of other bytes": ((c.Upload(3, (2,), 0, "cpu", b"1234567"),), "7 bytes are none of"),
+    "upload of a negative shape": ((c.Upload(3, (-1, 2), 0, "cpu", b""),), "negative"),
+    "upload of dtype 255": ((c.Upload(3, (1,), 255, "cpu", b"1"),), "dtype 255"),
     "negative shape": ((c.Recv(5, 3, -1, (-1, 2), 0, "cpu"),), "negative"),
     "overflowing shape": ((c.Recv(5, 3, -1, (2**40, 2**40), 0, "cpu"),), "limit"),
     "huge shape": ((c.Recv(5, 3, -1, (2**45,), 0, "cpu"),), "limit"),

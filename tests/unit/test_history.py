@@ -64,6 +64,19 @@ def test_their_memory_is_bounded() -> None:
     assert [text.split()[3].strip(",") for text in told(loaded)[-4:]] == ["Piece", "Random", "f()", "Piece"]
 
 
+def test_of_an_upload_the_size_is_kept_and_not_the_bytes() -> None:
+    """The commands beside it are as they were, unless one of them is long, too."""
+    for beside, kept_beside in (
+        (c.Call(1, 5, (2,)), c.Call(1, 5, (2,))),
+        (c.Run(4, b"", bytes(5000), True, "f()"), run(4)),
+    ):
+        node = Node(0)
+        issue(node, c.Upload(9, (50, 20), 0, "cpu", bytes(4000)), beside)
+        node.outbox.acknowledge(1)
+        (_, them), *_ = node.outbox.last_messages()
+        assert [command for command, _ in them] == [c.Upload(9, (50, 20), 0, "cpu", b""), kept_beside]
+
+
 def test_what_is_said_of_each() -> None:
     node = Node(3)
     number = node.define("aten::mul.Tensor", (), (), 1, (issue.__code__, 0))

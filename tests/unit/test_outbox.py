@@ -237,6 +237,33 @@ def test_the_window_of_bytes() -> None:
     assert not box.full
 
 
+def upload(nbytes: int) -> c.Upload:
+    return c.Upload(1, (nbytes,), 4, "cpu", bytes(nbytes))
+
+
+def test_commands_with_data_leave_before_they_are_many() -> None:
+    """A queue holds MAX_DATA and no more than a command's besides, beside however many commands without any."""
+    box = Outbox(0)
+    box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+    size = command_queue.MAX_DATA // 4
+    for _ in range(2):
+        due = []
+        for _ in range(4):
+            box.add(call(1))
+            due.append(box.add_data(upload(size), None, size))
+        assert due == [False, False, False, True]
+        assert len(take(box)) == 1
+        box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+
+
+def test_the_window_has_their_bytes() -> None:
+    box = Outbox(0)
+    while not box.full:
+        if box.add_data(upload(1 << 16), None, 1 << 16):
+            take(box)
+    assert 0 < (box.sent << 16) - outbox.MAX_BYTES <= command_queue.MAX_DATA
+
+
 def test_sites_live_as_long_as_their_commands_are_in_flight() -> None:
     box = Outbox(0)
     code = test_order_and_numbers.__code__
