@@ -101,7 +101,7 @@ class KeptPickles:
 
 
 class FunctionParts:
-    """What the pickle of a function was made from."""
+    """The objects from which the pickle of a function was made."""
 
     def __init__(self, by_value: set[str]) -> None:
         self.by_value = by_value
