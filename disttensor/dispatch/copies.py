@@ -154,6 +154,7 @@ def fetch_into(target: torch.Tensor, tensor: DistributedTensor) -> None:
         target.copy_(fetch(tensor))
         return
     ref, site = tensor._h.ref or materialise(tensor._h), here()
+    # one node of a mesh sends what it has, once all have said that they have the same
     if isinstance(place, MeshPlace):
         place.session.ask(place, c.Digested, lambda id: c.Digest(id, ref), site)
     transfers.download_into(target.detach(), member, ref, site)

@@ -35,8 +35,8 @@ from .sharing import TRY, Sharing
 
 #: The size from which on a tensor is read where it lies, bytes. A smaller one is in a segment as soon.
 LEAST = 128 << 10
-#: The bytes of one read, some milliseconds: between two reads the loss of the node is noticed. Reads of 8 MiB took an
-#: eighth longer beside a load, whose other work comes in between and takes the caches.
+#: The bytes of one read: between two reads the loss of the node is noticed. Reads of 8 MiB took an eighth longer
+#: beside a load, whose other work comes in between and takes the caches.
 PIECE = 32 << 20
 #: Words between the two carriers: where is your mark? Here. I can read it.
 _ASK, _HERE, _READ = b"@", b"#", b"="
