@@ -39,7 +39,7 @@ def stepper(made: tuple[nn.Module, torch.Tensor, torch.Tensor], device: str, com
         loss_of = torch.compile(loss_of)
 
     def step() -> None:
-        loss_of().backward()  # type: ignore[no-untyped-call]
+        loss_of().backward()
         for p in model.parameters():
             p.grad = None
 
