@@ -13,8 +13,9 @@ from disttensor.runtime.launch.starters.root_launcher import RootLauncher
 
 #: The launcher's name, and its starter.
 NAME, STARTER = "elsewhere", "elsewhere:ElsewhereStarter"
-#: The host of this name is the script's own.
-HERE = "here"
+#: The host of this name is the script's own; that of this one has a clock of its own, by so many seconds ahead. It
+#: needs root, for a namespace of times.
+HERE, AHEAD, SECONDS = "here", "ahead", 11
 
 #: Runs a program as on the host that its first argument names.
 _AS_HOST = """
@@ -38,7 +39,10 @@ class ElsewhereStarter(PipedStarter):
         runtime = Path(runtime_of(host.name))
         runtime.mkdir(exist_ok=True)
         python, _, *rest = agent_here(self.spec)
-        return ["env", f"XDG_RUNTIME_DIR={runtime}", python, "-P", "-c", _AS_HOST, name, *rest]
+        clock = (
+            ["unshare", "--time", "--monotonic", str(SECONDS), "--fork", "--kill-child"] if host.name == AHEAD else []
+        )
+        return [*clock, "env", f"XDG_RUNTIME_DIR={runtime}", python, "-P", "-c", _AS_HOST, name, *rest]
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 
 
@@ -22,6 +22,7 @@ class Wire:
     """What becomes of bytes, in either direction."""
 
     delay: float = 0.0  #: seconds
+    back: float | None = None  #: those of what comes back, where they are others
     slices: int = 1 << 16  #: bytes that are sent at once
     rate: float = 0.0  #: bytes a second; 0: as many as there are
 
@@ -76,9 +77,10 @@ def _listen(name: str, target: tuple[str, int], wire: Wire) -> int:
             except ConnectionError:  # it has closed: the caller hears that from here
                 near.close()
                 continue
-            for source, sink in ((near, far), (far, near)):
+            back = wire if wire.back is None else replace(wire, delay=wire.back)
+            for source, sink, way in ((near, far, wire), (far, near, back)):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=_carry, args=(name, source, sink, wire), daemon=True).start()
+                threading.Thread(target=_carry, args=(name, source, sink, way), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return int(listener.getsockname()[1])

@@ -7,13 +7,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import elsewhere
+import msgspec
 import pytest
 import torch
+from limits import HANG
+from slow_wire import Wire, Wires
 from trace_schema import read, slices
 
 import disttensor as dt
 from disttensor import testing
+from disttensor.runtime.launch.starters.server_launcher import ServerLauncher
 from disttensor.runtime.process.clock import clock_name
 from disttensor.session import current
 
@@ -35,6 +41,46 @@ def test_a_container_with_times_of_its_own_has_another_clock() -> None:
     assert names[0] == clock_name() != names[1]
     assert names[1]
     assert moments[1] - time.monotonic() > 4000
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("back", [0.005, 0.0], ids=["both ways", "one way"])
+def test_the_clock_of_another_host_is_measured_by_slow_connections(
+    back: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a millisecond where both ways take as long, and else within the bound that the file has."""
+    elsewhere.register()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    start = ServerLauncher.start
+    with Wires(Wire(delay=0.005, back=back)) as wires:
+
+        def far(self: ServerLauncher, bundles: Any) -> None:
+            there = [
+                msgspec.structs.replace(it, side_addresses=tuple(wires.to("side", at) for at in it.side_addresses))
+                for it in bundles
+            ]
+            start(self, there)
+
+        monkeypatch.setattr(ServerLauncher, "start", far)
+        with dt.init_master_worker(launcher=elsewhere.NAME, hosts=elsewhere.AHEAD, threads=1):
+            deadline = time.monotonic() + HANG
+            while True:  # until an answer comes that only the wires have made slow
+                with dt.seeing.profile(tmp_path / "t.json"):
+                    torch.ones(3, device="node:0").neg_().cpu()
+                trace = read(tmp_path / "t.json")
+                clock = trace["disttensor"]["nodes"]["0"]
+                if clock["clock_within_s"] < (0.005 + back) / 2 + 0.001:
+                    break
+                assert time.monotonic() < deadline, clock
+        assert wires.passed("side")
+    wrong = clock["clock_ahead_s"] - elsewhere.SECONDS
+    assert clock["clock"] == "measured"
+    assert abs(wrong) <= clock["clock_within_s"]
+    assert abs(wrong - (back - 0.005) / 2) < 0.001
+    waits, done = slices(trace, cat="wait"), slices(trace, name="aten::neg_", pid=2)
+    assert done
+    for executed in done:
+        assert any(it["ts"] - 1e4 < executed["ts"] < it["ts"] + it["dur"] + 1e4 for it in waits)
 
 
 def test_a_node_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
