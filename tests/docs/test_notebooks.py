@@ -177,22 +177,23 @@ def same(found: object, expected: object) -> None:
     assert found == expected, (found, expected)
 
 
+def dtrun(tmp_path: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "dtrun", *words]
+    return subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=HANG).stdout
+
+
 def from_another_terminal(tmp_path: Path) -> None:
     """`dtrun ps`, `status` and `stack` know the notebook, its cell and the line."""
     (path,) = (tmp_path / "runtime" / "disttensor").glob("*.sock")
 
-    def dtrun(*words: str) -> str:
-        command = [sys.executable, "-m", "dtrun", *words]
-        return subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=HANG).stdout
-
     waits = r"node 1 at Cell In\[\d+\], line 2"
-    shown = dtrun("ps")
+    shown = dtrun(tmp_path, "ps")
     assert re.search(rf"(?m)^{path.stem} +train\.ipynb +2 .* waits [\d.]+ s for {waits}$", shown), shown
-    shown = dtrun("status", path.stem)
+    shown = dtrun(tmp_path, "status", path.stem)
     waits = r"waits for node 1 since [\d.]+ s at Cell In\[\d+\], line 2: dt\.run\(nap, node=1\),"
     assert re.match(rf"train\.ipynb on \S+, pid {path.stem}: {waits}", shown), shown
     assert re.search(r"(?m)^1 .* running nap\(\) .* +Cell In\[\d+\], line 2 ", shown), shown
-    shown = dtrun("stack", path.stem)
+    shown = dtrun(tmp_path, "stack", path.stem)
     main = next(it for it in shown.split("\n\n") if it.startswith("thread MainThread:"))
     assert re.search(r"(?m)^  Cell In\[\d+\], line 2 in <module>$", main), shown
     assert re.search(r"(?m)^  Cell In\[\d+\], line 1 in nap$", shown), shown
@@ -246,4 +247,11 @@ def story(kernel: Kernel, tmp_path: Path) -> None:
     same(kernel.run(START), "")
     pids = [int(pid) for pid in kernel.run(PIDS).split()]
     os.kill(pids[0], signal.SIGKILL)
+    assert alive_after(5, pids) == []
+    # and from another terminal
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(60)
+    same(kernel.run(START), "")
+    pids = [int(pid) for pid in kernel.run(PIDS).split()]
+    same(dtrun(tmp_path, "kill", str(pids[0])), f"job {pids[0]} has ended\n")
     assert alive_after(5, pids) == []
