@@ -95,9 +95,10 @@ def test_a_node_whose_streams_have_ended_is_idle() -> None:
     """Without a further message, by which it would be seen at the latest."""
     with dt.Stream("node:1"):
         work = dt.submit(time.sleep, 0.05, node=1)
-    dt.synchronize(1)  # which the stream's thread answers
-    status = dt.seeing.status(timeout=HANG)
-    assert (status.nodes[1].state, status.nodes[1].behind) == ("idle", 0)
+    dt.synchronize(1)  # which the stream's thread answers, before it counts that as done
+    deadline = time.monotonic() + HANG
+    while ((row := dt.seeing.status(timeout=HANG).nodes[1]).state, row.behind) != ("idle", 0):
+        assert time.monotonic() < deadline, row
     assert work.result() is None
 
 

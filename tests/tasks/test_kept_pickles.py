@@ -36,6 +36,13 @@ def node() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have imported it; then each call compares the code of modules, which its
+    %autoreload changes."""
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+
+
 def pickles() -> kept_pickles.KeptPickles:
     return current.session().part(kept_pickles.KeptPickles)
 
