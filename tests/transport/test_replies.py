@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import msgspec
@@ -459,6 +461,24 @@ def test_a_flood_of_warnings_is_bounded(wire: Wire) -> None:
         (UserWarning, "os.system: rm"),
         (UserWarning, "builtins.OSError: no"),
     ]
+
+
+class LikeCffis:
+    """Says that it is a module, as what cffi puts in ``sys.modules`` for cryptography does, and has no names."""
+
+    __slots__ = ()
+    __class__ = ModuleType  # type: ignore[assignment]
+
+
+def test_a_late_warning_finds_its_module_among_others_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", {"like_cffis": LikeCffis(), **sys.modules})
+    site = (test_a_failure_is_told_once.__code__, 0)
+    try:
+        late_warnings.keep_warning(c.Warned(0, "builtins.RuntimeWarning", "of a node"), 0, site)
+        with pytest.warns(RuntimeWarning, match="of a node"):
+            late_warnings.show_warnings(everything=True)
+    finally:
+        late_warnings.pending.clear()
 
 
 def test_a_failure_is_told_once(wire: Wire) -> None:
