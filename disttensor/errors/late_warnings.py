@@ -151,6 +151,6 @@ def _names(module: ModuleType) -> dict[str, Any]:
 def _scope_of(filename: str) -> dict[str, Any]:
     """Returns the names of the module with a file's code: its record of warnings is the one that counts. Code of no
     file is a notebook's, or typed, which is the main module's."""
-    # by type: what cffi has made says that it is a module, and has no names of its own
+    # by type: an object of cffi's says that it is a module, and has no names of its own
     modules = (_names(m) for m in list(sys.modules.values()) if issubclass(type(m), ModuleType))
     return next((names for names in modules if names.get("__file__") == filename), _names(sys.modules["__main__"]))

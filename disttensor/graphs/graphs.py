@@ -23,9 +23,8 @@ from typing import Any
 from ..dispatch.call_site import here
 from ..runtime.master.failures import Replayed, Site
 from ..runtime.master.route import Route, route
-from ..runtime.node.graphs.engines.registry import ENGINES
+from ..runtime.node.graphs.engines.registry import check_engine
 from ..runtime.process.signals import uninterrupted
-from ..runtime.process.spelling import shown
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import GraphError
 from ..session import current
@@ -204,10 +203,8 @@ class graph:
     """
 
     def __init__(self, g: Graph, *, engine: str = "interpreter") -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"there is no engine {shown(engine)}; there are {', '.join(ENGINES)}")
         self._graph = g
-        self._engine = engine
+        self._engine = check_engine(engine)
         self._token: Token[Route] | None = None
         #: the inputs that a replay replaces by others, and the results that it renames: ref -> place
         self.inputs: dict[int, Place] = {}

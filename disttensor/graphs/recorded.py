@@ -96,7 +96,7 @@ def record(
         results = function(stands, g.recording.tape)
         stands.clear()
         found, block.returned = _results(results, given, g)
-        del results  # what nothing else holds is no output of its own
+        del results  # a tensor that nothing else holds is not an output of its own
     return Recorded(g, list(given.values()), found)
 
 

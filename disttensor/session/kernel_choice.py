@@ -176,7 +176,7 @@ def _batched(asked: Attention) -> Attention:
 
 
 class SeenOperand(NamedTuple):
-    """The facts of an operand that is no proxy."""
+    """The facts of an operand that is not a proxy."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -230,17 +230,13 @@ class Transfers:
         Raises as ``wait_for_transfer``.
         """
         began = time.perf_counter()
-        receiving, number = self._receive(tensor, place, ref, None, site)
-        self.link.sender.flush_all()
-        self.wait_for_transfer(receiving, place.node, counted=True, number=number)
-        self._counted.add(site, time.perf_counter() - began)
-        place.outbox.restart()
+        receiving, transfer, _ = self._begin_download(tensor, place, ref, None, site)
+        self._end_download(receiving, transfer, place, site, began)
         return receiving.tensor
 
     def may_receive_into(self, target: torch.Tensor, place: NodePlace) -> bool:
         """Returns whether ``download_into`` can be used: the channel gives a user's tensor back when the wait ends."""
-        number = self._number("download", place, target.nbytes) if self.router.rules else 0
-        return self.router.data[number].capabilities.takes_back
+        return self.router.data[self._download_channel(place, target.nbytes)].capabilities.takes_back
 
     def download_into(self, target: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> None:
         """Copies the tensor ``ref`` at ``place`` into a local one of its shape and dtype, which lies in memory as it
@@ -249,28 +245,23 @@ class Transfers:
         Raises as ``wait_for_transfer``; the target may have any contents then, and nothing writes it any more.
         """
         began = time.perf_counter()
-        number = self._number("download", place, target.nbytes) if self.router.rules else 0
-        self.router.introduce(number, MASTER, place.node)
-        channel, transfer = self.router.data[number], self.new()
-        begin = partial(_arrive, channel, target, place.node, transfer)
-        receiving = self._begin_transfer(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
+        receiving, transfer, channel = self._begin_download(target, place, ref, target, site)
         try:
-            self.link.sender.flush_all()
-            self.wait_for_transfer(receiving, place.node, counted=True, number=transfer)
+            self._end_download(receiving, transfer, place, site, began)
         except BaseException:  # Ctrl-C, too
             while not (receiving.is_completed() or channel.take_back(place.node, transfer)):
                 with contextlib.suppress(ChannelError, TimeoutError):
                     receiving.wait(_ARRIVING)
             raise
-        self._counted.add(site, time.perf_counter() - began)
-        place.outbox.restart()
 
     def fetch(
         self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
     ) -> Arrival:
         """Begins a copy like that of ``download``, into a tensor with these strides (None: contiguous); returns at
         once."""
-        receiving, transfer = self._receive(tensor, place, ref, strides, site)
+        local = None if strides is None else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+        receiving, transfer, _ = self._begin_download(tensor, place, ref, local, site)
+        self.link.sender.flush(place.outbox)
         keep_until_done(self.arriving, transfer, (place.node, receiving), receiving)
         return receiving
 
@@ -280,22 +271,34 @@ class Transfers:
         waits("a copy to the master")
         self.link.check(place.outbox)
 
-    def _receive(
-        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
-    ) -> tuple[Arrival, int]:
-        transfer, shape = self.new(), tuple(tensor.shape)
-        nbytes = math.prod(shape) * tensor.dtype.itemsize
-        number = self._number("download", place, nbytes) if self.router.rules else 0
+    def _download_channel(self, place: NodePlace, nbytes: int) -> int:
+        return self._number("download", place, nbytes) if self.router.rules else 0
+
+    def _begin_download(
+        self, like: torch.Tensor, place: NodePlace, ref: int, into: torch.Tensor | None, site: Site | None
+    ) -> tuple[Arrival, int, DataChannel]:
+        """Begins a copy of the tensor ``ref``, which has the shape and dtype of ``like``, into a local one (None: one
+        that the channel makes); returns it, its number and its channel."""
+        transfer, shape = self.new(), tuple(like.shape)
+        number = self._download_channel(place, math.prod(shape) * like.dtype.itemsize)
         self.router.introduce(number, MASTER, place.node)
         channel = self.router.data[number]
-        if strides is None:
-            begin = partial(channel.iarrive, shape, tensor.dtype, place.node, transfer)
+        if into is None:
+            begin = partial(channel.iarrive, shape, like.dtype, place.node, transfer)
         else:
-            local = torch.empty_strided(shape, strides, dtype=tensor.dtype)
-            begin = partial(_arrive, channel, local, place.node, transfer)
-        receiving = self._begin_transfer(begin, place.outbox, c.Send(transfer, ref, MASTER, number), site)
+            begin = partial(_arrive, channel, into, place.node, transfer)
+        send = c.Send(transfer, ref, MASTER, number)
+        return self._begin_transfer(begin, place.outbox, send, site), transfer, channel
+
+    def _end_download(
+        self, receiving: Arrival, transfer: int, place: NodePlace, site: Site | None, began: float
+    ) -> None:
+        """Flushes, and waits until a copy has arrived."""
         self.link.sender.flush(place.outbox)
-        return receiving, transfer
+        self.link.sender.flush_all()
+        self.wait_for_transfer(receiving, place.node, counted=True, number=transfer)
+        self._counted.add(site, time.perf_counter() - began)
+        place.outbox.restart()
 
     def finish(self, rank: int, timeout: float | None) -> None:
         """Waits for the fetches from a node. Their errors are left to their holders."""

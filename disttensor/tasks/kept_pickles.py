@@ -112,7 +112,7 @@ class FunctionParts:
         self.named: list[tuple[Any, str, str]] = []  #: objects that go by name, with their module's name and their own
         self.unnamed: list[tuple[Any, str, str]] = []  #: functions that would go by name, if they were there
         self.modules: list[tuple[ModuleType, str]] = []
-        self.imports: tuple[int, str] | None = None  #: what shows whether modules were imported; None: that is no part
+        self.imports: tuple[int, str] | None = None  #: shows whether modules were imported; None: that is not a part
 
     def are_same(self) -> bool:
         """Returns whether all of them are what they were."""

@@ -2,8 +2,8 @@
 
     dynamo: a function's graph --AOT autograd--> a graph forward, and one backward --`CompiledGraph`--> two commands
 
-Dynamo and AOT have made sure by then that a graph fits its arguments. What is left to tell apart is metadata, with
-dynamic shapes: there is a recording for each.
+Dynamo and AOT have checked before that a graph fits its arguments. Only metadata may differ then, as with dynamic
+shapes: there is a recording for each.
 """
 
 from __future__ import annotations

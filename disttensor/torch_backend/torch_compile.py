@@ -15,8 +15,7 @@ import torch
 
 from .. import torch_patches
 from ..proxy.proxy import DistributedTensor
-from ..runtime.node.graphs.engines.registry import ENGINES
-from ..runtime.process.spelling import shown
+from ..runtime.node.graphs.engines.registry import check_engine
 from ..session import current
 from . import at_import, foreach_optimizers
 
@@ -67,10 +66,7 @@ def taking_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         """Takes the option that is for nodes, ``{"engine": "inductor"}``, and leaves inductor the others."""
         if options and "engine" in options:
             options = dict(options)
-            engine = options.pop("engine")
-            if engine not in ENGINES:
-                raise ValueError(f"there is no engine {shown(engine)}; there are {', '.join(ENGINES)}")
-            self.engine_of_nodes = engine
+            self.engine_of_nodes = check_engine(options.pop("engine"))
         original(self, options)
 
     return apply_options

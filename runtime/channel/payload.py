@@ -17,8 +17,6 @@ _IDS = {dtype: number for dtype, number in IDS.items() if dtype not in QUANTIZED
 DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
 
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
-#: Dtypes of which torch.empty warns.
-_WARNED = {torch.complex32, getattr(torch, "bcomplex32", None)}
 _PyBUF_WRITE = 0x200
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -95,10 +93,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a plain tensor whose elements are these bytes, which have to be as many."""
-    if dtype in _WARNED:
-        tensor = torch.empty(len(data), dtype=torch.uint8, device="cpu").view(dtype).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    tensor = torch.empty(len(data), dtype=torch.uint8, device="cpu").view(dtype).view(shape)  # bytes: as in scratch
     ctypes.memmove(tensor.data_ptr(), data, len(data))
     return tensor
 

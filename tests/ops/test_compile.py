@@ -237,7 +237,7 @@ MODELS: dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor, torch.Tensor
 
 
 def _commands(log: testing.MessageLog, home: Home) -> list[list[str]]:
-    """Returns what each of a home's nodes was sent, but for frees."""
+    """Returns what each of a home's nodes was sent, except frees."""
     return [[name for name in log[node].commands if name != "Free"] for node in home.nodes or (0,)]
 
 
@@ -466,7 +466,7 @@ def test_the_engine_is_an_option() -> None:
             assert compiled(x).tolist() == [2.0] * 3
     engines = [graph.engines() for graph in _graphs() if id(graph) not in before]
     assert sorted(bool(reason) for found in engines for [(_, reason)] in found.values()) == [False, True]
-    with pytest.raises(ValueError, match="there is no engine 'fast'; there are interpreter"):
+    with pytest.raises(ValueError, match="engine 'fast' is not known; the engines are interpreter"):
         torch.compile(f, options={"engine": "fast"})
 
 

@@ -1,5 +1,5 @@
 """Pickles that are kept: a function on a node is what it is here at the time of the call, whatever has changed since
-the last one, and is pickled once while nothing has. What is expected is what the function returns here."""
+the last one, and is pickled once while nothing has. The function itself, called here, gives the expected result."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_kernel_gives_no_data_connection_up_before_its_node(silence: Silence
         assert idle + interval * asked >= min(silence.data, 127 * interval)
         assert idle + interval * asked < silence.data + idle + interval
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-        with suppress(OSError):  # before Linux 6.15 there is no such option, and the kernel goes on for long
+        with suppress(OSError):  # before 6.15 Linux lacks this option, and goes on for long
             most = connection.getsockopt(socket.IPPROTO_TCP, _MOST_BETWEEN_TRIES)
             assert most == most_between_tries(silence.data + LATE, _tries())
 

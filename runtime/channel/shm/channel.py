@@ -4,8 +4,8 @@ One copy brings a tensor into memory that the other process maps as well (``segm
 a node lets the channel choose the memory (``iarrive``), else copies it once more. The script reads large tensors of its
 launcher's nodes where they lie (``direct``). Small tensors and all headers take the connection, which also tells of a
 peer's end. Where two processes turn out not to see the same memory (containers), everything takes the connection. CUDA
-tensors go between nodes by buffers on their devices (``cuda_ipc``). What is in shared memory is never encrypted, as it
-does not leave the host; what takes the connection is where that was asked for.
+tensors go between nodes by buffers on their devices (``cuda_ipc``). Shared memory is never encrypted, as it does not
+leave the host; payloads of the connection are where that was asked for.
 """
 
 from __future__ import annotations

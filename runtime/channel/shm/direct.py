@@ -116,7 +116,7 @@ class NodeSharing(Sharing):
             return
         try:
             self._page = Segment(1)
-        except OSError:  # there is no memory for it: all goes on as it does
+        except OSError:  # without memory for it payloads go by segments, as before
             return
         self._done = ctypes.c_uint64.from_buffer(self._page.memory, _DONE)
         _libc.prctl(_PR_SET_PTRACER, self._script, 0, 0, 0)  # refused without Yama, where it is not needed

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....process.spelling import shown
 from ..interpreter import Interpreter
 from ..program import Engine, Program
 from .builder import Builder
@@ -59,3 +60,10 @@ ENGINES: dict[str, Callable[[Program, Builder], Engine]] = {
     "cudagraph": lambda program, builder: CudaGraph(program, Interpreter(program)),
     "auto": Auto,
 }
+
+
+def check_engine(name: str) -> str:
+    """Returns the name of an engine. Raises ValueError for one that does not exist."""
+    if name not in ENGINES:
+        raise ValueError(f"engine {shown(name)} is not known; the engines are {', '.join(ENGINES)}")
+    return name
