@@ -20,6 +20,7 @@ import torch
 from ..host.silence import Silence
 from ..process.renamed import old_methods
 from ..protocol.errors import BrokenError
+from .payload import of_its_own
 
 MASTER = -1
 
@@ -148,12 +149,12 @@ class Arrival(Transfer):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that arrived; waits for it. Raises as ``wait`` does."""
+        """The tensor that arrived, which is not a view; waits for it. Raises as ``wait`` does."""
         self._transfer.wait()
         tensor = self._tensor()
         if tensor is None:
             raise BrokenError("the transfer ended without a tensor")
-        return tensor
+        return of_its_own(tensor)
 
     def wait(self, timeout: float | None = None) -> None:
         self._transfer.wait(timeout)

@@ -95,7 +95,12 @@ def of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
     """Returns a plain tensor whose elements are these bytes, which have to be as many."""
     tensor = torch.empty(len(data), dtype=torch.uint8, device="cpu").view(dtype).view(shape)  # bytes: as in scratch
     ctypes.memmove(tensor.data_ptr(), data, len(data))
-    return tensor
+    return of_its_own(tensor)
+
+
+def of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that is nobody's view, as one that has just been made is; ``detach_`` refuses views."""
+    return tensor.data
 
 
 def store(destination: torch.Tensor, plain_copy: torch.Tensor) -> None:

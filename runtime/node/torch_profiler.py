@@ -10,11 +10,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +31,42 @@ from ..protocol.errors import DisttensorError
 TRIES = 8
 
 
+class _ThreadNames:
+    """Python's names of this process's threads, by torch's numbers, from now until ``end``: those that have ended
+    meanwhile, too, as streams' threads do when they have nothing to do."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        for thread in threading.enumerate():
+            self._note_thread(thread)
+        self._former = threading.getprofile()
+        threading.setprofile(self._note_current_thread)
+
+    def _note_thread(self, thread: threading.Thread) -> None:
+        if thread.native_id is not None:
+            self.names[thread.native_id] = thread.name
+
+    def _note_current_thread(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Notes a thread that begins: Python calls this in it first, and not again."""
+        sys.setprofile(self._former)
+        self._note_thread(threading.current_thread())
+
+    def end(self) -> dict[int, str]:
+        """Returns the names."""
+        if threading.getprofile() == self._note_current_thread:  # else a function has put another one there
+            threading.setprofile(self._former)  # None, too
+        for thread in threading.enumerate():  # some have another name by now
+            self._note_thread(thread)
+        self.names[os.getpid()] = threading.main_thread().name  # a fork's has the number of its parent's
+        return self.names
+
+
 class RunningProfiler(NamedTuple):
     """The profiler that is on."""
 
     profiler: profile
     began: tuple[int, float]  #: when, by both clocks
+    threads: _ThreadNames
 
 
 _running: RunningProfiler | None = None
@@ -55,7 +88,7 @@ def start_profiler(activities: Sequence[str] | None, options: Mapping[str, Any])
         raise DisttensorError(f"it has no activity {' or '.join(activities or ())}; it has {', '.join(sorted(there))}")
     found = profile(activities=wanted, experimental_config=_ExperimentalConfig(profile_all_threads=True), **options)
     found.start()
-    _running = RunningProfiler(found, both_clocks())
+    _running = RunningProfiler(found, both_clocks(), _ThreadNames())
 
 
 def stop_profiler(about: Mapping[str, int | str]) -> tuple[torch.Tensor, list[tuple[int, float]], dict[int, str]]:
@@ -71,8 +104,7 @@ def stop_profiler(about: Mapping[str, int | str]) -> tuple[torch.Tensor, list[tu
     if running is None:
         raise DisttensorError("torch's profiler is not on there any more")
     moments = [running.began, both_clocks()]
-    threads = {each.native_id: each.name for each in threading.enumerate() if each.native_id is not None}
-    threads[os.getpid()] = threading.main_thread().name  # a fork's has the number of its parent's
+    threads = running.threads.end()
     running.profiler.add_metadata_json("distributedInfo", json.dumps(dict(about)))
     running.profiler.stop()
     kept = running.profiler.profiler
@@ -95,6 +127,7 @@ def drop_profiler() -> None:
     global _running
     running, _running = _running, None
     if running is not None:
+        running.threads.end()
         with suppress(RuntimeError):  # another one has taken its place
             running.profiler.stop()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import joint_programs as programs
 import pytest
@@ -60,3 +63,37 @@ def test_a_node_that_dies_is_lost_to_all_channels():
         rest[0].to("node:2")
     with suppress(dt.DisttensorError):
         dt.shutdown()
+
+
+#: How a tensor comes to a node, or from there: of a local tensor, and of one that is on a node.
+ARRIVALS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "up": lambda x, there: x.to("node:1"),
+    "up to a mesh": lambda x, there: x.to(dt.mesh(dp=2, nodes=[0, 1]).device),
+    "a shard": lambda x, there: dt.shard(torch.stack([x, x]), dt.mesh(dp=2, nodes=[0, 1]), dp=0).detach_().sum(0),
+    "to another node": lambda x, there: there.to("node:0"),
+    "down": lambda x, there: there.cpu(),
+    "fetched": lambda x, there: dt.fetch(there).result(),
+    "a function's": lambda x, there: dt.run(torch.clone, x, node=1),
+    "broadcast": lambda x, there: dt.collectives.functional.broadcast(there, dt.collectives.new_group([0, 1]))[0],
+    "from a file": lambda x, there: torch.load(_saved(x), map_location="node:1"),
+}
+
+
+def _saved(x: torch.Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("backend", variants(["auto", "tcp"]))
+def test_what_arrives_is_not_a_view(backend: str) -> None:
+    """``detach_`` refuses views, and in inference mode nodes execute it."""
+    with dt.init_master_worker(nodes=2, backend=backend, threads=1), torch.inference_mode():
+        for numel in (6, 1 << 15, 1 << 20):
+            x = torch.arange(numel, dtype=torch.float32)
+            there = x.to("node:1")
+            for way, arrive in ARRIVALS.items():
+                arrived = arrive(x, there)
+                assert not arrived._is_view(), (way, numel)
+                assert bits(arrived.detach_().cpu()) == bits(x), (way, numel)

@@ -75,7 +75,11 @@ def test_a_timeline_has_what_torch_has_seen_at_nodes(tmp_path: Path) -> None:
     assert torchs(trace, 0, "aten::cumsum")
     assert torchs(trace, 1, "aten::sum")
     _, of_node_0, _ = tracks(trace).values()
-    assert "torch: main thread" in of_node_0
+    # the main thread does the default stream's commands, except while there are others
+    assert of_node_0 & {"torch: main thread", "torch: default stream"}
+    assert any(name.startswith("torch: stream ") for name in of_node_0)  # its thread has ended by now
+    assert any(name.startswith("torch: of the user, thread ") for name in of_node_0)
+    assert not any(name.startswith("torch: thread ") for name in of_node_0)
     arrows = [each for each in trace["traceEvents"] if each["ph"] in "sf" and each["cat"] == "fwdbwd"]
     assert {each["pid"] for each in arrows} == {2, 3}
     numbers = [{each["id"] for each in arrows if each["pid"] == pid} for pid in (2, 3)]
