@@ -76,7 +76,10 @@ def record_of(session: Session, why: str, ranks: Sequence[int] | None = None) ->
 def _node(session: Session, node: Node, most: int) -> dict[str, Any]:
     """Returns what is known of a node."""
     hello, sent = node.said_hello, _sent(session, node)
-    lines = {it.number: short_line(site) for it, site in sent if it.kind == flight.SENT and site is not None}
+    messages = [(it, site) for it, site in sent if it.kind == flight.SENT]
+    lines = {it.number: short_line(site) for it, site in messages if site is not None}
+    # what was packed for a node and has not left when it was lost counts as sent elsewhere, as its numbers are taken
+    left = messages[-1][0].number + messages[-1][0].figure if messages else node.outbox.sent
     done = []
     for it in flight.decode(node.connection.flight)[-most:]:
         plain = _plain(it)
@@ -94,7 +97,7 @@ def _node(session: Session, node: Node, most: int) -> dict[str, Any]:
         "pid": 0 if hello is None else hello.pid,
         "state": node.life.value,
         "lost": "" if node.lost is None else node.lost.cause,
-        "commands sent": node.outbox.sent,
+        "commands sent": left,
         "commands done": node.outbox.done,
         "sent": [_plain(it) | ({"line": short_line(site)} if site is not None else {}) for it, site in sent[-most:]],
         "applied": done,

@@ -18,7 +18,6 @@ from ..session import current
 from ..session.session import Session
 from .chrome_trace import ChromeTrace, encode, write
 from .recording import ProfileRecord, Recording
-from .regions import RegionEnded
 from .report_page import page_of
 from .run_report import RunReport, RunSeen
 from .run_watch import RunWatch
@@ -104,9 +103,8 @@ class Profile:
         """Ends a step of the script: the timeline has each from the one before, as torch's profiler names them. Does
         nothing outside of the block."""
         if self._recording is not None and self._session is not None:
-            now = self._session.link.clock.now()
-            self._recording.note_region(RegionEnded(now, self._stepped, f"ProfilerStep#{self._steps}"))
-            self._steps, self._stepped = self._steps + 1, now
+            self._stepped = self._recording.note_region(self._stepped, f"ProfilerStep#{self._steps}")
+            self._steps += 1
 
     def end_recording(self, wait: bool = True) -> None:
         """Ends the recording and writes the file. ``wait``: for what was issued and is not done, first.

@@ -214,8 +214,10 @@ def _doing(node: Node, seen: Sight | None, now: float) -> _Doing:
         note = node.lost.cause if node.lost is not None else ""
         return _STATES[node.life], "", "", 0.0, None, note
     if (stop := node.connection.breakpoint) is not None and (seen is None or not hindrance(seen)):
-        functions = activities(node, seen) if seen is not None else []
-        issued = (it.sent for it in functions if it.sent is not None and codec.one_line(it.sent.operator) == stop.what)
+        functions = [it.sent for it in activities(node, seen)] if seen is not None else []
+        # what the node has said of its threads may be older than the debugger's word
+        functions += [sent for sent in node.last_commands() if not sent.done]
+        issued = (it for it in functions if it is not None and codec.one_line(it.operator) == stop.what)
         line = next((short_line(sent.site) for sent in issued), "")
         return "at a breakpoint", stop.what, line, max(0.0, now - stop.at), None, stop.position
     if seen is None:

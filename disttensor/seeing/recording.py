@@ -1,12 +1,13 @@
 """Records the events of a profile: of the script's end, and of each node's, in rings that forget the oldest.
 
     script  seam (process/observing.py)  --> Recording's listeners   --> rings here
-            its queues, notes            --> the time and line of each command, by thread
+            its queues, notes            --> the time and line of some commands, by thread
     node    its seam --> node/gathering.py, a ring there --> LookingIn.fetch, by the side channel --> NodeRecord
             its loop --> the time at which each command begins, by the same way
 
 Nothing is computed while it records: what belongs to what is found afterwards (timed_commands.py, arrows.py,
-chrome_trace.py). Of each command only the time is noted, at either end, as anything more would cost too much.
+chrome_trace.py). Of each command only the time is noted on its node, as anything more would cost too much, and in the
+script that of every sixteenth: all others are issued between two of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from threading import get_ident
 from time import time_ns
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ from .timed_commands import IssuedCommand, NamedCommands, SentMessage, issued_co
 POINTS: tuple[side.Point, ...] = ("collective", "function", "graph", "timed", "transferred")
 #: The most bytes of messages that are kept, without the functions and other data that travel in them.
 MOST_BYTES = 64 << 20
-#: The number of commands sent between two looks whether more notes are kept than need be.
+#: The number of commands sent between two looks whether more is kept than need be.
 TRIMMED = COMMANDS // 4
 #: Seconds in which a node says what it has recorded. Its side channel answers whatever the node is at.
 ANSWER = 5.0
@@ -75,20 +76,25 @@ class Loss(NamedTuple):
 
 
 class EventRing(Generic[T]):
-    """The last events of one kind, at most ``ROOM``. Any thread may append."""
+    """The last events of one kind: ``room``, and those since the last trim. Any thread may append."""
 
     def __init__(self, room: int = ROOM) -> None:
-        self._kept: deque[T] = deque(maxlen=room)
-        self._count = count()
+        self._kept: list[T] = []
+        self._room, self._dropped = room, 0
+        #: keeps an event; a list's own, as a step may have some
+        self.append: Callable[[T], None] = self._kept.append
 
-    def append(self, event: T) -> None:
-        self._kept.append(event)
-        next(self._count)
+    def trim(self) -> None:
+        """Forgets the oldest events, where there are more than it has room for. To be called now and then."""
+        over = len(self._kept) - self._room
+        if over > 0:
+            del self._kept[:over]
+            self._dropped += over
 
     def kept_events(self) -> tuple[list[T], int]:
         """Returns the events, and how many were forgotten."""
-        kept = list(self._kept)
-        return kept, max(0, next(self._count) - len(kept))
+        self.trim()
+        return list(self._kept), self._dropped
 
 
 class MessageRing:
@@ -169,9 +175,12 @@ class Recording:
         self._link = link
         self._looking: Looks = link.looking if looking is None else looking
         self._issued, self._untrimmed = IssueNotes(COMMANDS), TRIMMED
-        self._waits = EventRing[Waited]()
-        self._transfers, self._losses, self._regions = EventRing[TransferDone](), EventRing[Loss](), EventRing[Named]()
+        self._waits, self._transfers = EventRing[Waited](), EventRing[TransferDone]()
+        self._losses, self._regions = EventRing[Loss](), EventRing[tuple[float, float, str, int]]()
         self._sent = MessageRing()
+        #: a part of the script that has a name begins or ends now: what was issued is in none that begin, and in those
+        #: that end
+        self.note_edge = link.sender.lines_noter(self._issued)
         self._nodes: dict[int, NodeRecord] = {}
         self._began = self._ended = 0.0
         self._wall = 0
@@ -184,7 +193,6 @@ class Recording:
             (seam.waited, self._note_waited),
             (seam.transferred, self._transfers.append),
             (seam.lost, self._note_lost),
-            (regions.ended, self.note_region),
         ]
 
     def begin(self) -> None:
@@ -223,6 +231,7 @@ class Recording:
             for point, listener in self._listeners:
                 point.add(listener)
             link.note_issued(self._issued)
+            regions.recorder = self
             self._began, self._wall = link.clock.now(), time_ns()
 
     @uninterrupted
@@ -234,6 +243,8 @@ class Recording:
                 point.remove(listener)
             if link.seam.notes is self._issued:
                 link.note_issued(None)
+            if regions.recorder is self:
+                regions.recorder = None
             if not self._ended:
                 self._ended = link.clock.now()
                 self._last = {node.rank: node.outbox.sent for node in link.nodes}
@@ -268,13 +279,17 @@ class Recording:
         names = {each.ident: each.name for each in threading.enumerate() if each.ident is not None}
         names[threading.main_thread().ident or 0] = ""
         sent, dropped["sent"] = self._sent.kept_events()
-        issued, dropped["issued"] = issued_commands(self._issued.noted, sent), self._issued.dropped
         for node in self._nodes.values():
             self._name_commands(node, sent)
         waits, dropped["waits"] = self._waits.kept_events()
+        dropped["issued"] = dropped["sent"]
         transfers, dropped["transfers"] = self._transfers.kept_events()
         losses, dropped["losses"] = self._losses.kept_events()
-        named, dropped["regions"] = self._regions.kept_events()
+        ended, dropped["regions"] = self._regions.kept_events()
+        named = [Named(*each) for each in ended]
+        pauses = [(it.thread, it.at) for it in waits]
+        pauses += [(it.thread, edge) for it in named for edge in (it.began, it.at)]
+        issued = issued_commands(self._issued, sent, pauses, self._began)
         return ProfileRecord(
             self._began, self._ended or self._link.clock.now(), self._wall, issued, sent, waits, transfers, losses,
             named, self._nodes, self._last, names, dropped,
@@ -294,15 +309,19 @@ class Recording:
         self._sent.append(to_keep(event))
         self._untrimmed -= len(event.sites)
         if self._untrimmed < 0:
-            self._issued.drop_oldest()
             self._untrimmed = TRIMMED
+            self._issued.drop_oldest()
+            for ring in (self._waits, self._transfers, self._losses, self._regions):
+                ring.trim()
 
     def _note_waited(self, event: WaitEnded) -> None:
-        self._waits.append(Waited(event.at, event.began, event.node, event.request, here(), threading.get_ident()))
+        self._waits.append(Waited(event.at, event.began, event.node, event.request, here(), get_ident()))
 
-    def note_region(self, event: regions.RegionEnded) -> None:
-        """Keeps a part of the script that has a name, and has ended in this thread."""
-        self._regions.append(Named(event.at, event.began, event.name, threading.get_ident()))
+    def note_region(self, began: float, name: str) -> float:
+        """Keeps a part of the script that has a name, and ends now in this thread. Returns the time."""
+        at = self.note_edge()
+        self._regions.append((at, began, name, get_ident()))  # a plain tuple: a Named costs twice as much
+        return at
 
     def _note_lost(self, event: NodeGone) -> None:
         self._losses.append(Loss(event.at, event.node, str(event.error).partition("\n")[0]))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import NamedTuple
+from typing import Protocol
 
 from ..runtime.process.clock import CLOCK
-from ..runtime.process.observing import Point
 
 
-class RegionEnded(NamedTuple):
-    """A part of the script that has ended."""
+class RegionRecorder(Protocol):
+    """The recording of a profile, as regions know it."""
 
-    at: float
-    began: float
-    name: str
+    def note_edge(self) -> float:
+        """Returns the time of a begin or an end. What was issued before is known from what is issued after."""
+        ...
+
+    def note_region(self, began: float, name: str) -> float:
+        """Keeps a region that ends now in this thread. Returns the time."""
+        ...
 
 
-#: Where profiles hear of regions.
-ended = Point[RegionEnded]("regions")
+#: What records regions at present. Read for each: an optimizer's step has two.
+recorder: RegionRecorder | None = None
 
 
 class Region:
@@ -34,14 +37,14 @@ class Region:
         return f"<disttensor.seeing.Region {self._name!r}>"
 
     def __enter__(self) -> Region:
-        self._began = CLOCK.now()
+        self._began = CLOCK.now() if recorder is None else recorder.note_edge()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if ended.listeners:
-            ended.notify(RegionEnded(CLOCK.now(), self._began, self._name))
+        if recorder is not None:
+            recorder.note_region(self._began, self._name)
 
 
 def region(name: str) -> Region:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ..runtime.process.clock import CLOCK
 from . import regions
 
 #: The attribute that has the begin of one that is under way, while somebody listens.
@@ -22,8 +21,9 @@ def entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @wraps(original)  # TorchScript compiles the source that this leads to
     def __enter__(self: Any) -> Any:
-        if regions.ended.listeners:
-            setattr(self, _BEGAN, CLOCK.now())
+        recorder = regions.recorder
+        if recorder is not None:
+            setattr(self, _BEGAN, recorder.note_edge())
         return original(self)
 
     return __enter__
@@ -34,9 +34,9 @@ def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def __exit__(self: Any, *error: Any) -> Any:
-        began = vars(self).pop(_BEGAN, None)
-        if began is not None and regions.ended.listeners:
-            regions.ended.notify(regions.RegionEnded(CLOCK.now(), began, self.name))
+        began, recorder = vars(self).pop(_BEGAN, None), regions.recorder
+        if began is not None and recorder is not None:
+            recorder.note_region(began, self.name)
         return original(self, *error)
 
     return __exit__

@@ -238,11 +238,12 @@ class CommandQueue:
             self._switch()
 
     def observe(self, seam: ScriptSeam) -> None:
-        """Has the observers at ``issued``, if there are any, told of each command from now on, except frees; has it
-        noted where there are ``notes``."""
+        """Has the observers at ``issued``, if there are any, told of each command from now on, except frees; has each
+        noted where there are ``notes`` that want it."""
+        notes = seam.notes
         with self._taking:
             self._observers = seam if seam.issued.listeners else None
-            self._notes = None if seam.notes is None else (seam.notes, seam.clock.now)
+            self._notes = (notes, seam.clock.now) if notes is not None and notes.complete else None
             self._switch()
 
     def _switch(self) -> None:

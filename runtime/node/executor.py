@@ -6,6 +6,7 @@ goes on. A command that reads poison is skipped and passes the poison on.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -92,7 +93,7 @@ class CommandExecutor(NodeState):
         if store.sending:
             store.wait_for_sends([])  # drops references to tensors whose bytes have left: they may have been freed
 
-    def apply_timed(self, batch: c.Batch, moments: list[float], now: Callable[[], float]) -> None:
+    def apply_timed(self, batch: c.Batch, moments: array[float], now: Callable[[], float]) -> None:
         """Does what ``apply`` does, and notes when it begins with each command, and when it has ended.
 
         A loop of its own: one that served both would have each command pay for a look whether its time is wanted.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -32,9 +32,13 @@ from ..process.observing import (
     TransferDone,
 )
 from ..protocol import side
+from ..protocol.codec import MAX_MESSAGE
 
-#: The most events of one message, and bytes of times after which it takes no more.
-PART, PART_BYTES = 4096, 1 << 20
+#: The most events of one message, and about how many bytes after which it takes no more: an event may have a message's
+#: times, or a text.
+PART, PART_BYTES = 4096, MAX_MESSAGE // 2
+#: The bytes of an event, without its times and texts, at most.
+EVENT_BYTES = 128
 
 #: What is noted of each event.
 _NOTED: dict[type, Callable[[Any], side.Noted]] = {
@@ -66,7 +70,7 @@ class Gathering:
         self._seam = seam
         self._clock_name = clock_name()
         self._listeners: dict[str, tuple[Point[Any], Callable[[Any], None]]] = {}
-        self._events: deque[side.Noted] = deque()
+        self._events: deque[side.Noted | MessageBegun] = deque()  #: a message that was gone through is one
         self._first = 0  #: the number of the first of them
         self._room = self._commands = 0  #: how many there may be, and commands of which the times are kept
         self._kept = self._timed = 0  #: how many there are
@@ -103,11 +107,12 @@ class Gathering:
             while self._events and self._first < first:
                 self._drop_oldest()
             events, size = list[side.Noted](), 0
-            for event in islice(self._events, PART):
-                events.append(event)
-                size += len(event.moments)
-                if size >= PART_BYTES:
+            for kept in islice(self._events, PART):
+                event = _event_of("timed", kept.number, kept.moments) if isinstance(kept, MessageBegun) else kept
+                size += EVENT_BYTES + len(event.moments) + len(event.what.encode()) + len(event.stream)
+                if size > PART_BYTES and events:
                     break
+                events.append(event)
             more = len(self._events) > len(events)
             return side.Gathered(request, self._seam.clock.now(), self._first, tuple(events), more, self._clock_name)
 
@@ -124,8 +129,12 @@ class Gathering:
             self._keep_event(event)
             return
         with self._lock:
-            if self._message is not None:
-                self._take_moments()
+            before = self._message
+            if before is not None:
+                if self._number == before.number and len(before.moments) > before.commands > 0:
+                    self._append_timed(before, before.commands)  # as it is: it is told of when the script asks
+                else:
+                    self._take_moments()
             self._message, self._number, self._is_told = event, event.number, False
 
     def _take_moments(self) -> None:
@@ -143,18 +152,27 @@ class Gathering:
             del moments[:ended]  # what has begun last is told of next, too
             self._number, self._is_told = number + ended, True
 
-    def _append_moments(self, kind: str, number: int, moments: list[float], events: int) -> None:
-        told = side.moments_of(moments)
-        self._events.append(side.Noted(kind, moments[-1], moments[0], "", number, "", -1, -1, 0, False, told))
+    def _append_moments(self, kind: str, number: int, moments: Sequence[float], events: int) -> None:
+        self._append_timed(_event_of(kind, number, moments), events)
+
+    def _append_timed(self, event: side.Noted | MessageBegun, events: int) -> None:
+        self._events.append(event)
         self._timed += events
         while self._timed > self._commands:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         dropped = self._events.popleft()
-        events = side.events_in(dropped)
+        events = dropped.commands if isinstance(dropped, MessageBegun) else side.events_in(dropped)
         self._first += events
         if dropped.moments:
             self._timed -= events
         else:
             self._kept -= 1
+
+
+def _event_of(kind: str, number: int, moments: Sequence[float]) -> side.Noted:
+    """Returns the event of commands that have begun at these moments, those from a number on."""
+    return side.Noted(
+        kind, moments[-1], moments[0], "", number, "", -1, -1, 0, False, side.moments_of(moments)
+    )  # fmt: skip

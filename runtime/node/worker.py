@@ -17,6 +17,7 @@ import select
 import socket
 import sys
 import threading
+from array import array
 from functools import partial
 
 import msgspec
@@ -170,7 +171,7 @@ class NodeWorker:
     def _apply(self, batch: c.Batch, size: int) -> None:
         """Applies a batch of so many bytes, and tells observers of it, and of each of its commands."""
         seam, rank, now = self.seam, self.bundle.rank, self.seam.clock.now
-        began, moments = now(), list[float]()
+        began, moments = now(), array("d")
         timed = seam.timed.listeners
         if timed:
             seam.timed.notify(MessageBegun(rank, batch.first, len(batch.commands), moments))

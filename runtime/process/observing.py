@@ -24,8 +24,9 @@ to are others, which tell of it.
 
 A timeline takes neither, as an event for each command costs as much as the command. What it wants of each is the time,
 at either end: while somebody listens to ``timed`` the node's loop is another one, which appends the time to a list
-before each command, and while there are ``notes`` the queues are others, which append the time and the line to a list
-of the thread. All else is in the messages (seeing/timed_commands.py).
+before each command, and while there are ``notes`` an issuing thread that comes to a queue's limit, at every sixteenth
+command or earlier, appends the time and the line to a list of its own. Once there are several of them the queues are
+others, which do so for each command. All else is in the messages (seeing/timed_commands.py).
 
 A listener is a function of the event, called in the thread that comes to the point: of ``sent``, ``reported`` and
 ``lost`` with the link's lock held, of ``transferred`` perhaps in the channel's own thread, which no transfer passes
@@ -43,6 +44,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -112,7 +114,7 @@ class MessageBegun(NamedTuple):
     node: int
     number: int  #: of the first command
     commands: int  #: how many there are
-    moments: list[float]  #: when it began with each, so far; at the end when that was
+    moments: array[float]  #: when it began with each, so far; at the end when that was
 
 
 class CommandIssued(NamedTuple):
@@ -204,25 +206,30 @@ class TransferDone(NamedTuple):
 
 
 class IssueNotes:
-    """The notes of what was issued: flat lists of (time, site, time, ...), by its nodes and the thread."""
+    """The notes of when lines have issued commands.
+
+    While one thread issues, they have a line now and then; once there are several, each line (``complete``): nothing
+    else shows of which thread a command is.
+    """
 
     def __init__(self, room: int) -> None:
-        """``room``: for how many commands notes are kept in each list, at least."""
-        self.noted: dict[tuple[tuple[int, ...], int], list[Any]] = {}
-        self.dropped = 0  #: the commands whose notes were forgotten
+        """``room``: how many notes are kept in each list, at least."""
+        self.lines: list[Any] = []  #: (time, [site] or nothing, nodes, thread, time, ...)
+        self.noted: dict[tuple[tuple[int, ...], int], list[Any]] = {}  #: (time, site, time, ...), by nodes and thread
+        self.complete = False
+        self.thread = threading.main_thread().ident or 0  #: the one that issues, if another one is not found to
         self._room = room
 
     def of(self, nodes: tuple[int, ...], thread: int) -> list[Any]:
-        """Returns the list of a thread for what goes to these nodes. It adds a command's two at once."""
+        """Returns the list of a thread for what goes to these nodes. It adds a line's two at once."""
         return self.noted.setdefault((nodes, thread), [])
 
     def drop_oldest(self) -> None:
         """Forgets the oldest notes of lists that have more than they are to keep."""
-        for noted in list(self.noted.values()):
-            over = len(noted) // 2 - self._room
+        for noted, each in [(self.lines, 4)] + [(noted, 2) for noted in list(self.noted.values())]:
+            over = len(noted) // each - self._room
             if over > 0:
-                del noted[: 2 * over]
-                self.dropped += over
+                del noted[: each * over]
 
 
 class Point(Generic[E]):

@@ -175,6 +175,7 @@ def test_one_after_the_other(user: User, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_status_says_where(user: User) -> None:
+    """With the line that has issued the function, however old what the node has said of its threads is."""
     rows: list[Any] = []
 
     def look() -> str:
@@ -186,6 +187,7 @@ def test_a_status_says_where(user: User) -> None:
     row = rows[0].nodes[1]
     position = f"{HERE}:{step.__code__.co_firstlineno + 3}"
     assert (row.state, row.what, row.note) == ("at a breakpoint", "step()", position)
+    assert row.line == f"{HERE}:{test_a_status_says_where.__code__.co_firstlineno + 9}"
     assert f"at a breakpoint, {position}, in step()" in repr(rows[0])
     assert dt.seeing.status(timeout=0).nodes[1].state != "at a breakpoint"
 

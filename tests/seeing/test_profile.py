@@ -148,6 +148,26 @@ def test_regions_steps_and_tables() -> None:
     assert any(f"{line(test_regions_steps_and_tables, 7)}  y.sum()" in row for row in shown[6:]), shown
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_command_is_in_the_part_that_has_issued_it() -> None:
+    """However few a part issues, and wherever among the lines that are noted it begins."""
+    x, parts = torch.ones(8, device="node:0"), [n % 23 for n in range(1, 300, 7)]
+    x.add_(1)  # with the first one the node is told of the operator, too
+    with dt.seeing.profile() as prof:
+        for index, commands in enumerate(parts):
+            with dt.seeing.region(f"{index}"):
+                for _ in range(commands):
+                    x.add_(1)
+            x.mul_(0.5)
+    trace, line_of_parts = prof.to_dict(), line(test_a_command_is_in_the_part_that_has_issued_it, 9)
+    issues = slices(trace, name=line_of_parts, cat="issue")
+    found = [0] * len(parts)
+    for part in slices(trace, cat="user_annotation"):
+        inside = [it for it in issues if within(it, part) and it["tid"] == part["tid"]]
+        found[int(part["name"])] = sum(it["args"]["commands"] for it in inside)
+    assert found == parts
+
+
 def scripted(x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.profiler.record_function("scripted"):
         return x + 1

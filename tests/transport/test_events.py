@@ -168,7 +168,7 @@ def applied(world: World, event: BatchApplied) -> dict[str, Any]:
 def timed(world: World, event: MessageBegun) -> dict[str, Any]:
     (message,) = [each for each in world.messages if each.number == event.number and each.node == 0]
     assert len(event.moments) == len(message.sites) + 1
-    assert event.moments == sorted(event.moments)
+    assert [*event.moments] == sorted(event.moments)
     return {"node": 0, "number": event.number, "commands": len(message.sites), "moments": event.moments}
 
 

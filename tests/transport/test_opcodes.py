@@ -70,10 +70,12 @@ HEARD = 88
 MESSAGE = 266 + APPLIED_RECORD
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
-ISSUED, COMMANDS = 104, 220
-#: Those that a profile adds while it records: to an operation, to a message that is sent (beside ``HEARD``), to a
-#: command on its node, and to a message there.
-NOTED, SENT_NOTED, TIMED, BEGUN = 31, 89, 9, 253
+ISSUED, COMMANDS = 104, 219
+#: Those that a profile adds while it records: to an operation where several threads issue, to a message that is sent
+#: (beside ``HEARD``), to a command on its node, and to a message there.
+NOTED, SENT_NOTED, TIMED, BEGUN = 31, 89, 9, 195
+#: Those of an edge of a part with a name, with one queue in use, and of its end besides.
+EDGE, REGION = 48, 20
 
 
 @pytest.fixture
@@ -114,15 +116,29 @@ def test_an_operation_with_a_listener(operands: Operands) -> None:
     assert min(counts) == expected
 
 
-def test_an_operation_while_a_profile_is_on(operands: Operands) -> None:
-    """The time, the line and the thread are noted. It has no cost before and after."""
+@pytest.mark.parametrize("several", [False, True])
+def test_an_operation_while_a_profile_is_on(operands: Operands, several: bool) -> None:
+    """The time and the line are noted at a queue's limit; where several threads issue, of each. It has no cost before
+    and after."""
     function, expected = OPERATIONS["x * 2"]
     link, notes = current.session().link, IssueNotes(room=1000)
-    for recorded, more in ((None, 0), (notes, NOTED), (None, 0)):
+    notes.complete = several
+    for recorded, more in ((None, 0), (notes, NOTED if several else 0), (None, 0)):
         link.note_issued(recorded)
         counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
         assert min(counts) == expected + more
-    assert len(notes.noted[(0,), get_ident()]) == 2 * (WARM + TIMES)
+    if several:
+        assert len(notes.noted[(0,), get_ident()]) == 2 * (WARM + TIMES)
+    else:
+        assert 0 < len(notes.lines) <= 4 * (WARM + TIMES)
+
+
+def test_a_part_with_a_name_while_a_profile_is_on(operands: Operands) -> None:
+    """A step of an optimizer has two, so each of their opcodes counts."""
+    recording = Recording(current.session().link)
+    operands.plain * 2
+    assert opcodes(recording.note_edge) == EDGE
+    assert opcodes(recording.note_region, 0.0, "forward") == EDGE + REGION
 
 
 def test_a_message_that_is_sent_while_a_profile_is_on(operands: Operands) -> None:

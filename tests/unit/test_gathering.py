@@ -30,7 +30,7 @@ from disttensor.runtime.process.observing import (
     NodeSeam,
     TransferDone,
 )
-from disttensor.runtime.protocol import side
+from disttensor.runtime.protocol import codec, side
 from disttensor.runtime.protocol.errors import DisttensorError, NodeLost, ProtocolError
 
 Noted = side.Noted
@@ -133,8 +133,26 @@ def test_what_is_too_much_for_a_message_comes_in_parts(seam: NodeSeam, monkeypat
     ]  # fmt: skip
 
 
-def begin_message(seam: NodeSeam, number: int, commands: int, *moments: float) -> list[float]:
-    noted = [*moments]
+def test_each_part_fits_into_a_message_of_the_side_channel(seam: NodeSeam) -> None:
+    """A node that is fast notes 200,000 commands in a second; a text may be as long as a reason."""
+    gathered = Gathering(seam)
+    gathered.watch(["timed", "function"], 1000, 1_000_000)
+    for first in range(0, 200_000, 50):
+        begin_message(seam, first, 50, *map(float, range(51)))
+    for number in range(1000):
+        seam.function.notify(FunctionDone(1.0, 0.0, 3, "", number, "é" * codec.MAX_REASON, 9, False))
+    begin_message(seam, 200_000, 1)
+    events, first, more = 0, 0, True
+    while more:
+        answer = gathered.gather(1, first)
+        assert len(side.encode(answer)) <= codec.MAX_MESSAGE
+        events, more = events + len(answer.events), answer.more
+        first = answer.first + sum(map(side.events_in, answer.events))
+    assert events == 4000 + 1000
+
+
+def begin_message(seam: NodeSeam, number: int, commands: int, *moments: float) -> array[float]:
+    noted = array("d", moments)
     seam.timed.notify(MessageBegun(3, number, commands, noted))
     return noted
 
@@ -151,7 +169,7 @@ def test_times_of_commands_are_told_when_a_message_is_over_or_when_they_are_aske
     moments.append(1.0)
     for request in (2, 3):  # that it has begun is told once; this answer may be lost
         assert told(gathered.gather(request, 0)) == [("timing", 10, [1.0])]
-    moments += [2.0, 3.0]
+    moments.extend([2.0, 3.0])
     answer = gathered.gather(4, 1)
     assert (answer.first, told(answer)) == (1, [("timing", 10, [1.0, 2.0, 3.0])])
     moments.append(4.0)

@@ -18,6 +18,8 @@ OTHERS = {
     "disttensor/futures/not_yet.py::": "methods of a class that is being made",
     "disttensor/nn/sharded.py::Sharded.to_plain": "parameters of a module",
     "disttensor/proxy/proxy.py::method.give": "methods of proxies that files above give them, at import",
+    "disttensor/seeing/recording.py::Recording._add_listeners": "which recording has the parts with names",
+    "disttensor/seeing/recording.py::Recording.stop": "the same",
     "disttensor/seeing/torch_regions.py::entering.__enter__": "an attribute of torch's object for a part with a name",
     "disttensor/storage/set_data.py::become": "lists of a tensor's hooks",
     "disttensor/testing/__init__.py::limits": "numbers",
