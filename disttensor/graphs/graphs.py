@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import Token
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -223,7 +222,7 @@ class graph:
         self._routed = list(session.link.queues)  # there may be more nodes at the recording's end
         for outbox in self._routed:
             outbox.add_route(+1)
-        self._token = route.set(replace(route.get(), recorder=recorder))
+        self._token = route.set(route.get()._replace(recorder=recorder))
         return self._graph
 
     def __exit__(

@@ -39,20 +39,30 @@ class node:
         self._tokens: list[tuple[Token[int | MeshPlace], Token[bool]]] = []
 
     def __enter__(self) -> node:
-        if self._target != 0:
-            _follow()
-        self._tokens.append((_current.set(self._target), _chosen.set(True)))
+        self._tokens.append(choose_place(self._target))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        current_token, chosen_token = self._tokens.pop()
-        _current.reset(current_token)
-        _chosen.reset(chosen_token)
+        restore_place(self._tokens.pop())
 
     def __repr__(self) -> str:
         return f"node({self._target})"
+
+
+def choose_place(target: int | MeshPlace) -> tuple[Token[int | MeshPlace], Token[bool]]:
+    """Makes a node, by its number, or a mesh's place the current one. Returns what restores the one before."""
+    if target != 0:
+        _follow()
+    return _current.set(target), _chosen.set(True)
+
+
+def restore_place(tokens: tuple[Token[int | MeshPlace], Token[bool]]) -> None:
+    """Undoes ``choose_place``."""
+    current_token, chosen_token = tokens
+    _current.reset(current_token)
+    _chosen.reset(chosen_token)
 
 
 def target(k: Any) -> int | MeshPlace:

@@ -22,8 +22,7 @@ from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import commands as c
 from ..session import current
 from ..session.current import session_of
-from ..session.node_context import current_node
-from ..session.node_context import node as node_context
+from ..session.node_context import choose_place, current_node, restore_place
 from ..session.node_context import reset_current_node as forget_node
 from ..session.node_context import use as use_node
 from ..session.places import NodePlace
@@ -311,21 +310,20 @@ class stream:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        self._entered: list[tuple[Any, Token[Route], node_context]] = []
+        self._entered: list[tuple[Any, Token[Route], Any]] = []
 
     @uninterrupted
     def __enter__(self) -> stream:
         if self.stream is not None:
-            outbox, ref = self.stream._place.outbox, self.stream.stream_id
-            self.stream._place.session.link.check(outbox)
-            node = node_context(self.stream.node)
-            node.__enter__()
-            now = route.get()
+            place, now = self.stream._place, route.get()
+            outbox, node = place.outbox, place.node
+            place.session.link.check(outbox)
+            before = choose_place(node)
             streams = _Streams(now.streams)
-            streams.held = {**getattr(now.streams, "held", {}), self.stream.node: self.stream}
-            streams[self.stream.node] = ref
+            streams.held = {**getattr(now.streams, "held", {}), node: self.stream}
+            streams[node] = self.stream.stream_id
             outbox.add_route(1)
-            self._entered.append((outbox, route.set(Route(streams, now.recorder)), node))
+            self._entered.append((outbox, route.set(Route(streams, now.recorder)), before))
         return self
 
     @uninterrupted
@@ -333,10 +331,10 @@ class stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.stream is not None:
-            outbox, token, node = self._entered.pop()
+            outbox, token, before = self._entered.pop()
             route.reset(token)
             outbox.add_route(-1)
-            node.__exit__(kind, error, trace)
+            restore_place(before)
 
     def __repr__(self) -> str:
         return f"stream({self.stream!r})"

@@ -20,7 +20,6 @@ import torch
 from ..host.silence import Silence
 from ..process.renamed import old_methods
 from ..protocol.errors import BrokenError
-from .payload import of_its_own
 
 MASTER = -1
 
@@ -154,7 +153,7 @@ class Arrival(Transfer):
         tensor = self._tensor()
         if tensor is None:
             raise BrokenError("the transfer ended without a tensor")
-        return of_its_own(tensor)
+        return tensor
 
     def wait(self, timeout: float | None = None) -> None:
         self._transfer.wait(timeout)

@@ -20,6 +20,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from .payload import of_its_own
+
 #: Smaller tensors are left to torch's allocator, whose memory is warm enough.
 SMALLEST = 1 << 20
 
@@ -61,7 +63,7 @@ class WarmPool:
         pool = weakref.ref(self)  # no cycle: idle blocks go with the pool at once
         block.lease = weakref.ref(lease, lambda _: _give_back(pool(), block))
         self._used.add(block)
-        return torch.frombuffer(lease, dtype=torch.uint8).view(dtype).view(shape)
+        return of_its_own(torch.frombuffer(lease, dtype=torch.uint8).view(dtype).view(shape))
 
     def _take_block(self, nbytes: int) -> _Block:
         with self._lock:

@@ -146,6 +146,7 @@ class CommandQueue:
         "_observers",
         "_routes",
         "_taking",
+        "_tap",
         "asleep",
         "batch",
         "blocking",
@@ -187,6 +188,7 @@ class CommandQueue:
         self.commands: Any = self.queue
         #: where commands go that are past any route: the queue, or a NotedQueue or ToldQueue
         self._entry: Any = self.queue
+        self._tap = Tap(ranks, self.queue)  #: what routes the commands, and leads there
         self._observers: ScriptSeam | None = None
         self._notes: tuple[IssueNotes, Callable[[], float]] | None = None
         self._routes = 0
@@ -234,8 +236,8 @@ class CommandQueue:
     def add_route(self, by: int) -> None:
         """Counts one thread more (or, with -1, one less) that has a route."""
         with self._taking:
-            self._routes += by
-            self._switch()
+            self._routes = routes = self._routes + by
+            self.commands = self._tap if routes else self._entry
 
     def observe(self, seam: ScriptSeam) -> None:
         """Has the observers at ``issued``, if there are any, told of each command from now on, except frees; has each
@@ -247,13 +249,14 @@ class CommandQueue:
             self._switch()
 
     def _switch(self) -> None:
-        """Has issuing threads append to what the routes and the observers want."""
+        """Has issuing threads append to what the observers and the routes want."""
         seam, notes = self._observers, self._notes
         if seam is not None:
             self._entry = ToldQueue(self.ranks, self.queue, seam, None if notes is None else notes[0])
         else:
             self._entry = self.queue if notes is None else NotedQueue(self.ranks, self.queue, *notes)
-        self.commands = Tap(self.ranks, self._entry) if self._routes else self._entry
+        self._tap = Tap(self.ranks, self._entry)
+        self.commands = self._tap if self._routes else self._entry
 
     def add(self, command: c.Command, site: Site | None = None) -> bool:
         """Appends a command; returns whether the caller has to flush. The hot path has this inlined."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from ..protocol import commands as c
 from ..protocol.errors import GraphError
@@ -36,11 +36,10 @@ class Recorder(Protocol):
         """Returns whether a lazy tensor is made in this recording, and is to be recorded at its first use."""
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The route of one thread or asyncio task."""
 
-    streams: Mapping[int, int] = field(default_factory=dict)  #: rank -> stream, where that is not the default one
+    streams: Mapping[int, int] = MappingProxyType({})  #: rank -> stream, where that is not the default one
     recorder: Recorder | None = None
 
 
@@ -74,7 +73,7 @@ class Tap:
         here = route.get()
         # what goes to several nodes is for their default streams
         stream = here.streams.get(self._ranks[0], 0) if len(self._ranks) == 1 else 0
-        for command, site in zip(items[::2], items[1::2], strict=True):
+        for command, site in [items] if len(items) == 2 else zip(items[::2], items[1::2], strict=True):
             queue = self._queue
             if type(command) not in _ROUTED:
                 queue += (command, site)

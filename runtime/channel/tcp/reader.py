@@ -23,7 +23,7 @@ import torch
 from ...protocol.errors import NO_MEMORY, BrokenError, ChannelError, ProtocolError
 from ...protocol.transfer_ids import spoken
 from ..carrier import Carrier, MissedError, Parcel, RefusedError
-from ..payload import byte_view, describe, scratch, store
+from ..payload import byte_view, describe, of_its_own, scratch, store
 from ..ticket import Passing, Ticket, poisoned
 from .frames import (
     BYE,
@@ -501,7 +501,7 @@ class PeerReader:
         payload = payload.view(entry.form[1] if entry.tensor is None else entry.tensor.dtype)
         why = ""
         if entry.tensor is None:
-            entry.ticket.tensor = payload.view(entry.form[0])
+            entry.ticket.tensor = of_its_own(payload.view(entry.form[0]))
         else:
             try:
                 store(entry.tensor, payload)
