@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,27 @@ def hold(here: str, go: str) -> None:
 
 
 @contextmanager
-def behind(folder: Path) -> Iterator[Any]:
-    """Gives a tensor of node 1 that is behind a function there, which ends at the end and not before."""
-    here, go = str(folder / "here"), str(folder / "go")
+def held(folder: Path, node: int) -> Iterator[None]:
+    """Has a node run a function until the end."""
+    here, go = str(folder / f"here-{node}"), str(folder / f"go-{node}")
     os.mkfifo(here)
     os.mkfifo(go)
-    x = torch.ones(1000, device="node:1")
-    holder = thread(lambda: dt.run(hold, here, go, node=1))
+    holder = thread(lambda: dt.run(hold, here, go, node=node))
     open(here, "wb").close()
     try:
-        late = x * 2
-        yield late
+        yield
     finally:
         open(go, "wb").close()
         holder.join()
+
+
+@contextmanager
+def behind(folder: Path) -> Iterator[Any]:
+    """Gives a tensor of node 1 that is behind a function there, which ends at the end and not before."""
+    x = torch.ones(1000, device="node:1")
+    with held(folder, 1):
+        late = x * 2
+        yield late
     assert late.sum().item() == 2000
 
 
@@ -94,18 +101,19 @@ DOES: dict[str, tuple[Callable[[dict[int, Any]], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["no-streams", "streams"])  # in this order
+@pytest.mark.parametrize("streams", ["no-streams", "streams", "streams-at-work"])  # in this order
 @pytest.mark.parametrize("relay", ["to a node", "to the script", "to a mesh"])
-def test_what_is_passed_on_holds_nothing(tmp_path: Path, relay: str, streams: bool) -> None:
-    side = dt.Stream(node=0) if streams else None
+def test_what_is_passed_on_holds_nothing(tmp_path: Path, relay: str, streams: str) -> None:
+    side = dt.Stream(node=0) if streams != "no-streams" else None
     x: Any = ONES[0].to("node:0")
     mesh = dt.mesh(dp=2, nodes=[0, 2])
     with behind(tmp_path) as late:
-        passed = late.to("node:0") if relay != "to a mesh" else late.to(mesh.device)
-        if relay == "to a node":
-            passed = passed.to("node:2")
-        elif relay == "to the script":
-            passed = dt.fetch(passed)
+        with held(tmp_path, 0) if streams == "streams-at-work" else nullcontext():  # the default stream has a queue
+            passed = late.to("node:0") if relay != "to a mesh" else late.to(mesh.device)
+            if relay == "to a node":
+                passed = passed.to("node:2")
+            elif relay == "to the script":
+                passed = dt.fetch(passed)
         if relay == "to the script":  # transfers between two are in order
             assert free(lambda: x.to("node:2").sum().item()) == 10
         else:

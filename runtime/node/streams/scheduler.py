@@ -26,7 +26,7 @@ from ..collectives import join
 from ..failures import name_of
 from ..held import Holding
 from ..state import NodeState, PoisonRead
-from ..store import Entry, Later, Promise, Reading, Unmade, made, memory, release
+from ..store import Entry, Later, Pending, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
 from ..user_functions import Returned
 from .cuda_lane import CudaLane, CudaMark, keep_for_default, on, sign
@@ -408,6 +408,9 @@ class Scheduler(Lanes):
             self._apply(command)
         elif not lane.order:
             self._to_peer(command, entry)
+        elif waiting and (not self.cuda or isinstance(entry, Pending)):
+            # the lane goes on, and the send alone waits for its tensor; one that is made on a device is the lane's
+            self._to_peer(command, entry, [self.mark(lane)])
         else:
             reached = Promise()
             task = LaneTask(self.node.seq, "Send", lambda v: [v[command.ref]], {command.ref: entry}, [(0, reached)])
