@@ -56,6 +56,13 @@ class PickledArguments:
     data: bytes | None = None
 
 
+class ItemError:
+    """Stands for the result of an item that can't be made."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class FunctionCall:
     """A function that is to run on a node, and has been sent there with its arguments."""
 
@@ -71,15 +78,18 @@ class FunctionCall:
         what: str = "",
         token: DistributedTensor | None = None,
         announcing: Announcing | None = None,
+        items: int = 0,
     ) -> None:
         """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in KeptAlive.
-        ``announcing``: what may come back; without it ``returns`` and ``raises`` among ``kwargs`` say it, and are not
-        the function's. Raises TypeError for what they can't be, and as ``pickled``."""
+        ``items``: how many items ``ready`` is a list of, if it is one. ``announcing``: what may come back; without it
+        ``returns`` and ``raises`` among ``kwargs`` say it, and are not the function's. Raises TypeError for what they
+        can't be, and as ``pickled``."""
         if session.before_functions is not None:
             session.before_functions(place, site)
         self.place = place
         self.cancels = True  #: whether its end cancels a function that has not ended; else that goes on, for nobody
-        self._site = site
+        self._site, self.items = site, items
+        self.when_told: Callable[[], None] | None = None  #: is called when the node tells of items, in any thread
         if announcing is None:
             kwargs = dict(kwargs)
             announcing = Announcing(fn, kwargs.pop("returns", ()), kwargs.pop("raises", ()))
@@ -91,11 +101,11 @@ class FunctionCall:
         self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.MeshDims | None, int] = (None, 0)
         function, key = pickled_function(fn, place, self._keep, self._what)
-        self._holds_tensors = bool(self._keep)  #: or results
+        self.holds_tensors = bool(self._keep)  #: whether the function holds some, or results
         # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
         # doesn't read that far
         once = next(_serial).to_bytes(8, "big")
-        self._function = key_of(function := function + once) if self._holds_tensors else key
+        self._function = key_of(function := function + once) if self.holds_tensors else key
         arguments = ready.data if ready is not None else None
         if arguments is None:
             what = f"the arguments of {self._what}"
@@ -106,7 +116,7 @@ class FunctionCall:
         self._arguments = key_of(arguments)
         self._announced = announced_by(announcing, self._keep.classes)
         session.link.interrupts.look()
-        known = None if self._holds_tensors else self._sent
+        known = None if self.holds_tensors else self._sent
         send(place, known, (self._function, function), (self._arguments, arguments), site)
 
     def as_rank(self, mesh: c.MeshDims | None, index: int) -> None:
@@ -139,8 +149,8 @@ class FunctionCall:
         simulated = self.place.hello.simulated
         named = [p for t in self._keep.tensors for p in t._place.members if p.node == self.place.node]
         self._beside = next(iter(named if simulated else ()), self.place)
-        keep, (mesh, index) = not self._holds_tensors, self._rank
-        more |= {"mesh": mesh, "index": index, "nodes": world_size(self.place.session.nodes)}
+        keep, (mesh, index) = not self.holds_tensors, self._rank
+        more |= {"mesh": mesh, "index": index, "items": bool(self.items), "nodes": world_size(self.place.session.nodes)}
         return c.Run(id, self._function, self._arguments, keep, self._what, self._keep.refs, **more)
 
     def result(self, reply: c.Result) -> Any:
@@ -151,8 +161,24 @@ class FunctionCall:
         if tensors:
             self.place.outbox.add(c.Adopt(self._request, tuple(t._h.ref for t in tensors)), self._site)
         self._adopted = True
+        return self._value(reply.data, tensors)
+
+    def item_results(self, results: Sequence[bytes]) -> list[Any]:
+        """Returns the results of items, as ``result`` does; in place of one that can't be made, an ItemError."""
         try:
-            return values.decode(reply.data, tensors, self._announced)
+            return list(values.decode(values.encoded_list(results), [], self._announced))
+        except (values.Unannounced, ProtocolError):
+            return [self._item_result(data) for data in results]
+
+    def _item_result(self, data: bytes) -> Any:
+        try:
+            return self._value(data, [])
+        except Exception as error:
+            return ItemError(error)
+
+    def _value(self, data: bytes, tensors: list[DistributedTensor]) -> Any:
+        try:
+            return values.decode(data, tensors, self._announced)
         except (values.Unannounced, ProtocolError) as e:
             error = e
         if isinstance(error, values.Unannounced):

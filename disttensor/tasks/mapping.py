@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
-from typing import Any, overload
+from heapq import heappop, heappush
+from itertools import repeat
+from typing import Any, NamedTuple, overload
 
 from ..collectives.groups import new_group
 from ..dispatch.call_site import here
@@ -16,13 +18,27 @@ from ..runtime.master.requests import Request
 from ..runtime.master.route import waits
 from ..runtime.process import undertakings
 from ..runtime.process.spelling import shown
+from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import DisttensorError, NodeLost
 from ..session import current
 from ..session.session import Session
 from .announcing import Announcing, announced_by
-from .calls import name_of
+from .calls import ItemError, name_of
+from .sending import pickled_item
 from .signatures import A, B, C, R
-from .submitted import Submitted, submit_on_node
+from .submitted import Submitted, submit_items, submit_on_node
+
+#: The first items go to nodes one by one.
+FIRST = 1
+#: Seconds that a chunk is to take. A node ends one that takes longer (runtime/node/chunks.py).
+TARGET = 0.004
+#: The most items of a chunk, and bytes of their arguments.
+MOST_ITEMS, MOST = 500, 256 << 10
+
+#: What may be taken from ahead: nobody else has the iterator, and nothing happens.
+_CONTAINERS = frozenset(
+    {list, tuple, range, str, bytes, dict, set, frozenset, deque, type({}.keys()), type({}.values()), type({}.items())}
+)
 
 
 class Slots:
@@ -142,7 +158,10 @@ def map(
         [1, 4, 9]
 
     Items are taken as nodes become free, so the iterables may be infinite: at most two for each place that a function
-    can have are under way, or have results that were not taken.
+    can have are under way, or have results that were not taken. Of lists, tuples, ranges, sets and the like, whose
+    items are plain data (numbers, text, bytes, and lists, tuples and dicts of these), small ones go to a node several
+    at a time: so many as it does in some milliseconds, by the time that the last ones took, and two such chunks for
+    each place are ahead. Each runs once, and none waits for a slow one. ``itertools.repeat(x)`` may be beside them.
 
     Args:
         fn: as for ``run``: it and the results as there. What all calls need is sent once as ``dt.tasks.share(x)``.
@@ -168,7 +187,27 @@ def map(
     announced_by(Announcing(fn, returns, raises))  # what they can't be is said now
     slots = Slots(session, nodes, per_node, retries)
     back = {"returns": returns, "raises": raises}
-    return _Mapping(session, fn, zip(*iterables, strict=False), slots, ordered, retries, back).results()
+    return _Mapping(session, fn, iterables, slots, ordered, retries, back).results()
+
+
+class _Item(NamedTuple):
+    """The arguments of one call. Compared by the number."""
+
+    number: int
+    args: tuple[Any, ...]
+    data: bytes  #: their pickle, where it may be in a chunk
+    left: int  #: how often it may be given to another node
+
+
+class _Chunk:
+    """Items that a node was given by one command."""
+
+    work: Submitted[Any]
+
+    def __init__(self, items: Sequence[_Item], node: int) -> None:
+        self.node, self.number, self.size = node, items[0].number, len(items)
+        self.due = dict(enumerate(items))  #: those of which the node has not told, by their places
+        self.back, self.seconds = 0, 0.0  #: how many it has given back; for how long it was at the others
 
 
 class _Mapping:
@@ -178,22 +217,27 @@ class _Mapping:
         self,
         session: Session,
         fn: Any,
-        items: Iterator[tuple[Any, ...]],
+        iterables: Sequence[Iterable[Any]],
         slots: Slots,
         ordered: bool,
         retries: int,
         back: dict[str, Any],
     ) -> None:
         """``back``: ``returns`` and ``raises``."""
-        self._session, self._fn, self._items, self._slots = session, fn, items, slots
+        self._session, self._fn, self._items, self._slots = session, fn, zip(*iterables, strict=False), slots
         self._ordered, self._retries, self._back, self._site = ordered, retries, back, here(3)
-        self._again = deque[tuple[int, tuple[Any, ...], int]]()  #: (number, item, retries left) of nodes that were lost
-        self._running: dict[int, tuple[Submitted[Any], int, tuple[Any, ...], int]] = {}  #: by number
-        self._ended = deque[int]()  #: numbers, appended in any thread
-        self._done: dict[int, Any] = {}  #: results that were not taken
-        #: what has failed and was not raised, with its item and the retries that are left. An error that was asked for
-        #: counts as raised, so it is asked for in its turn: until then it may be an argument's, which others raise
-        self._failed: dict[int, tuple[Submitted[Any], tuple[Any, ...], int]] = {}
+        #: how many items there are, where to take some means nothing: a generator may wait for the results of those
+        #: that it has given, and an iterator of the user's is taken from as their turn comes. None: such ones
+        self._length = _length(iterables)
+        self._chunks = self._length is not None  #: whether more than one item may go to a node at once
+        self._size = self._largest = FIRST  #: of the next chunk, and the largest one so far
+        self._again: list[_Item] = []  #: a heap: items of nodes that were lost, and those that were given back
+        self._running: dict[int, _Chunk] = {}  #: by its number
+        self._ended = deque[_Chunk]()  #: of which there is news, appended in any thread
+        self._done = OrderedDict[int, Any]()  #: results that were not taken, by number
+        #: what has failed and was not raised, with the items that it is of. An error that was asked for counts as
+        #: raised, so it is asked for in its turn: until then it may be an argument's, which others raise
+        self._failed: dict[int, tuple[Submitted[Any], list[_Item]]] = {}
         self._next, self._taken, self._all = 0, 0, False
         self._waiting: Request | None = None
 
@@ -204,48 +248,89 @@ class _Mapping:
                 while self._feed():
                     number = self._take_result() if not self._ordered else self._take_result(self._taken)
                     self._taken += 1
-                    yield self._done.pop(number)
+                    if type(found := self._done.pop(number)) is ItemError:
+                        raise found.error
+                    yield found
         finally:
-            for work in [each[0] for each in self._running.values()] + [each[0] for each in self._failed.values()]:
+            for work in [chunk.work for chunk in self._running.values()] + [each[0] for each in self._failed.values()]:
                 work.abandon()
 
     def _words(self) -> str:
-        ended = self._next - len(self._running) - len(self._again)
+        under_way = sum(len(chunk.due) for chunk in list(self._running.values()))
+        ended = self._next - under_way - len(self._again)
         what = "" if self._all else " so far"
-        return f"map of {name_of(self._fn)}: {ended} of {self._next}{what} done, {len(self._running)} under way"
+        return f"map of {name_of(self._fn)}: {ended} of {self._next}{what} done, {under_way} under way"
 
     def _feed(self) -> bool:
         """Begins items while there is room; returns whether any result is to come."""
-        while True:
-            if not self._again and (self._all or self._next - self._taken >= 2 * self._slots.total):
-                break
+        most = 2 * self._slots.total * self._largest
+        while len(self._running) < self._slots.total and (
+            self._again or not (self._all or self._next - self._taken + self._size > most)
+        ):
             node = self._slots.take_slot(self._session)
             if node is None:
                 break
-            if self._again:
-                number, item, left = self._again.popleft()
-            else:
-                try:
-                    number, item, left = self._next, next(self._items), self._retries
-                except BaseException as error:
-                    self._slots.give_back(node)
-                    if not isinstance(error, StopIteration):
-                        raise
-                    self._all = True
-                    break
-                self._next += 1
             try:
-                work = submit_on_node(self._session, self._fn, item, self._back, node, self._site, self._slots.beside)
+                items = self._take_items()
+            except BaseException:
+                self._slots.give_back(node)
+                raise
+            if not items:
+                self._slots.give_back(node)
+                break
+            try:
+                self._send_items(items, node)
             except NodeLost as error:
                 self._slots.give_back(node)
-                self._lost(error, number, item, left)
-                continue
-            self._running[number] = work, node, item, left
-            work.call_at_end(partial(self._mark_ended, number))
+                self._lost(error, items)
         return bool(self._running or self._done or self._failed or self._again)
 
-    def _mark_ended(self, number: int) -> None:  # called in any thread
-        self._ended.append(number)
+    def _take_items(self) -> list[_Item]:
+        """Takes the items of the next chunk; none where there are no more."""
+        size, items, nbytes = 1, list[_Item](), 0
+        if self._chunks and self._length is not None:
+            rest = len(self._again) + self._length - self._next
+            size = max(1, min(self._size, rest // self._slots.total))  # at the end each node has some
+        while len(items) < size and (item := self._take_item()) is not None:
+            alone = not item.data or item.left < self._retries  # a node may be lost by one: it loses no others
+            if alone and items:
+                heappush(self._again, item)
+                break
+            items.append(item)
+            nbytes += len(item.data)
+            if alone or nbytes > MOST:
+                break
+        return items
+
+    def _take_item(self) -> _Item | None:
+        if self._again:
+            return heappop(self._again)
+        try:
+            args = next(self._items)
+        except StopIteration:
+            self._all = True
+            return None
+        self._next += 1
+        return _Item(self._next - 1, args, pickled_item(args) if self._chunks else b"", self._retries)
+
+    def _send_items(self, items: list[_Item], node: int) -> None:
+        chunk, beside = _Chunk(items, node), self._slots.beside
+        if items[0].data:
+            data = [item.data for item in items]
+            told = partial(self._mark, chunk)
+            chunk.work = submit_items(self._session, self._fn, data, self._back, node, self._site, beside, told)
+            if chunk.work.parts[
+                0
+            ].call.holds_tensors:  # it is sent anew for each call, as those that it holds may change
+                self._chunks = False
+        else:
+            args = items[0].args
+            chunk.work = submit_on_node(self._session, self._fn, args, self._back, node, self._site, beside)
+        self._running[chunk.number] = chunk
+        chunk.work.call_at_end(partial(self._mark, chunk))
+
+    def _mark(self, chunk: _Chunk) -> None:  # called in any thread
+        self._ended.append(chunk)
         if (waiting := self._waiting) is not None:
             waiting.resolve()
 
@@ -253,56 +338,89 @@ class _Mapping:
         """Waits until a result is there (``wanted``: that of this number); returns its number, having fed nodes
         meanwhile. Raises the error with which it has ended."""
         while True:
-            there = next(iter([*self._failed, *self._done]), None) if wanted is None else wanted
+            there = next(iter(self._failed or self._done), -1) if wanted is None else wanted
             if there in self._done:
                 return there
             if there in self._failed:
-                self._fail(there, *self._failed.pop(there))  # before others begin
+                self._fail(*self._failed.pop(there))  # before others begin
                 self._feed()
             while not self._ended:
                 self._wait()
-            number = self._ended.popleft()
-            if self._end_of(number) or wanted not in (None, number):
+            failed = self._take_in(self._ended.popleft())
+            if failed is None or wanted not in (None, failed):
                 self._feed()
 
-    def _end_of(self, number: int) -> bool:
-        """Takes note of the end of an item. Returns False for one whose error is to be raised in its turn."""
-        work, node, item, left = self._running.pop(number)
-        self._slots.give_back(node)
+    def _take_in(self, chunk: _Chunk) -> int | None:
+        """Takes in what a node has told of a chunk. Returns the number of an item whose error is to be raised in its
+        turn."""
+        work = chunk.work
+        part, ended = work.parts[0], work.parts[0].request.done  # read first: all that was told is there then
+        while (told := part.take_told()) is not None:
+            for place in told.back:
+                heappush(self._again, chunk.due.pop(place))
+            numbers = [chunk.due.pop(place).number for place in told.done]
+            self._done.update(zip(numbers, part.call.item_results(told.results), strict=True))
+            chunk.back, chunk.seconds = chunk.back + len(told.back), told.seconds
+        if not ended or self._running.pop(chunk.number, None) is None:
+            return None
+        self._slots.give_back(chunk.node)
+        due = [chunk.due[place] for place in sorted(chunk.due)]
+        first = due[0]
         if work.returned() and work.exception() is None:
-            self._done[number] = work.result()
-        elif left > 0 and work.lost():
-            self._fail(number, work, item, left)
+            self._done[first.number] = work.result()
+            self._choose_size(chunk)
+        elif first.left > 0 and work.lost():
+            self._fail(work, due)
         else:
-            self._failed[number] = work, item, left
-            return False
-        return True
+            self._failed[first.number] = work, due
+            return first.number
+        return None
 
-    def _fail(self, number: int, work: Submitted[Any], item: tuple[Any, ...], left: int) -> None:
-        """Raises the error with which an item has ended; or notes a loss that others may make good."""
+    def _choose_size(self, chunk: _Chunk) -> None:
+        """Has the next chunk take as long as one is to take, by the time of this one's items."""
+        reply = chunk.work.parts[0].request.reply
+        if isinstance(reply, c.Result) and reply.tensors:  # which the script may move, or drop, one by one
+            self._chunks = False
+        elif chunk.seconds > 0:
+            each = chunk.seconds / (chunk.size - chunk.back)
+            self._size = max(1, min(2 * chunk.size, int(TARGET / each), MOST_ITEMS))
+            self._largest = max(self._largest, self._size)
+
+    def _fail(self, work: Submitted[Any], items: list[_Item]) -> None:
+        """Raises the error with which items have ended; or notes a loss that others may make good."""
         error = work.exception()
         assert error is not None
         try:
             if not isinstance(error, NodeLost):
                 raise error
-            self._lost(error, number, item, left)
+            self._lost(error, items)
         finally:
             del error, work  # its frames would have it, and keep a user's tensors until the collector comes
 
-    def _lost(self, error: NodeLost, number: int, item: tuple[Any, ...], left: int) -> None:
-        if left <= 0:
-            advise_retries(error, "map", f"item {number}")
+    def _lost(self, error: NodeLost, items: list[_Item]) -> None:
+        first = items[0]
+        if first.left <= 0:
+            beside = f", or one of {len(items) - 1} beside it," if len(items) > 1 else ""
+            advise_retries(error, "map", f"item {first.number}{beside}")
             raise error
-        self._again.append((number, item, left - 1))
+        for item in items:
+            heappush(self._again, item._replace(left=item.left - 1))
 
     def _wait(self) -> None:
         link = self._session.link
         link.sender.flush_all()
-        for work, node, *_ in list(self._running.values()):
-            self._waiting = Request(-1, node)
+        for chunk in list(self._running.values()):
+            self._waiting = Request(-1, chunk.node)
             with contextlib.suppress(NodeLost), link.unheard():  # its work has ended then, too
                 link.waiting.wait(self._waiting, until=lambda: bool(self._ended))
                 return
-            if not work.is_completed():
-                raise DisttensorError(f"node {node} is lost, and its function has not ended")
+            if not chunk.work.is_completed():
+                raise DisttensorError(f"node {chunk.node} is lost, and its function has not ended")
             return
+
+
+def _length(iterables: Sequence[Iterable[Any]]) -> int | None:
+    """Returns how many items there are; None where it is not known, or where taking one may do something."""
+    if not all(type(each) in _CONTAINERS or type(each) is repeat for each in iterables):
+        return None
+    return min([len(each) for each in iterables if isinstance(each, Sized)], default=None)

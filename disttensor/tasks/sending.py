@@ -40,6 +40,8 @@ from .kept_pickles import KeptPickles
 from .plain import is_plain
 from .reloaded_modules import ReloadedModules
 
+#: The most bytes of the pickled arguments of an item that may be in a chunk.
+SMALL_ITEM = 64 << 10
 #: What cloudpickle names the file of all code.
 _NO_FILE = "<dynamic-code>"
 
@@ -161,6 +163,20 @@ def pickled_arguments(args: tuple[Any, ...], kwargs: Any, place: NodePlace, keep
     _WithToken(buffer, token).dump((args, kwargs))
     keep.tensors.append(token)
     return _within_limit(buffer.getvalue())
+
+
+def pickled_item(args: tuple[Any, ...]) -> bytes:
+    """Returns the pickle of a call's arguments if they are small plain data, which needs nothing but its bytes; else
+    none."""
+    data: bytes = cloudpickle.pickle.dumps((args, {}), cloudpickle.DEFAULT_PROTOCOL) if is_plain(args) else b""
+    return data if len(data) <= SMALL_ITEM else b""
+
+
+def pickled_items(items: Sequence[bytes]) -> bytes:
+    """Returns the arguments of a call for several items. Each has a pickle of its own: the function may change what it
+    gets, which two of them may share here."""
+    data: bytes = cloudpickle.pickle.dumps(list(items), cloudpickle.DEFAULT_PROTOCOL)
+    return data
 
 
 def pickled(value: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:

@@ -15,7 +15,7 @@ from ..errors.missing import advised
 from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.requests import CallbackRequest, Request
+from ..runtime.master.requests import CallbackRequest, ItemsRequest, Request
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import commands as c
@@ -26,10 +26,10 @@ from ..session.places import NodePlace
 from ..session.session import Session
 from ..streams.streams import Event, Owned, Stream, current_stream
 from .announcing import Announcing
-from .calls import Each, FunctionCall, first_of, name_of
+from .calls import Each, FunctionCall, PickledArguments, first_of, name_of
 from .functions import check_call, check_each, place_of_call
 from .process_groups import worlds_of
-from .sending import NodeResult
+from .sending import NodeResult, pickled_items
 from .signatures import A, B, C, Given, GivenEach, Node, Nodes, P, R, Takes1, Takes2, Takes3
 from .targets import Targets
 
@@ -164,6 +164,29 @@ def submit_on_node(
         call.end()
 
 
+def submit_items(
+    session: Session,
+    fn: Callable[..., Any],
+    items: Sequence[bytes],
+    kwargs: Any,
+    node: int,
+    site: Any,
+    beside: bool,
+    when_told: Callable[[], None],
+) -> Submitted[Any]:
+    """Does what ``submit_on_node`` does for a chunk of items, pickled one by one. ``when_told`` is called, in any
+    thread, when there is something that ``parts[0].take_told`` returns."""
+    what, arguments = f"{name_of(fn)}()", PickledArguments()
+    arguments.data = pickled_items(items)
+    place = session.places.at(node).one
+    call = FunctionCall(session, place, fn, (), kwargs, site, arguments, what, items=len(items))
+    call.when_told = when_told
+    try:
+        return issue(session, [call], what, site, beside=beside)
+    finally:
+        call.end()
+
+
 def issue(
     session: Session,
     calls: Sequence[FunctionCall],
@@ -210,7 +233,21 @@ class _Part:
         self.token = Owned(call.place)  #: of its whole result
 
     def expect_result(self, session: Session) -> None:
+        if self.call.items:
+            self.request = session.link.requests.new_items(self.call.place.node, self.call.items, self._pass_on_answer)
+            return
         self.request = session.link.requests.new_told(self.call.place.node, c.Result, self.ended.finish)
+
+    def _pass_on_answer(self) -> None:
+        if self.request.done:
+            self.ended.finish()
+        elif (then := self.call.when_told) is not None:
+            then()
+
+    def take_told(self) -> c.Mapped | None:
+        """Takes what its node has told next of items."""
+        told = self.request.told if isinstance(self.request, ItemsRequest) else ()
+        return told.popleft() if told else None
 
     def unheard(self, session: Session) -> None:
         """Keeps an error with which the function itself has ended from being raised by a later synchronization."""

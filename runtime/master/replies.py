@@ -17,7 +17,7 @@ from .failures import Failure
 from .link_state import LinkState
 from .losses import Losses
 from .node import Node
-from .requests import Requests
+from .requests import ItemsRequest, Requests
 
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
@@ -121,6 +121,9 @@ class Replies:
             if isinstance(reply, c.Poisoned):
                 self._check_cause(reply)
             elif not isinstance(reply, request.kind):
+                if isinstance(reply, c.Mapped) and isinstance(request, ItemsRequest):
+                    request.take_items(reply)
+                    return
                 raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
             elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
                 raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")

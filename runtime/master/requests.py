@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
 from ..protocol import commands as c
 from ..protocol.arguments import Message
+from ..protocol.errors import ProtocolError
 from .command_queue import CommandQueue
 from .connection import Life
 from .failures import Site
@@ -91,6 +93,32 @@ class CallbackRequest(Request):
         self.then()
 
 
+class ItemsRequest(CallbackRequest):
+    """An answer to a Run of several items. What the node tells of the others comes before it, and is told as well."""
+
+    __slots__ = ("left", "told")
+
+    def __init__(self, id: int, node: int, items: int, then: Callable[[], object]) -> None:
+        super().__init__(id, node, c.Result, then)
+        self.left = set(range(items))  #: the items of which the node has not told
+        self.told = deque[c.Mapped]()  #: what it has told, until somebody takes it
+
+    def take_items(self, told: c.Mapped) -> None:
+        """Takes what a node tells of some items. Raises ProtocolError for such as it has told of, or that are none."""
+        items = {*told.done, *told.back}
+        if len(items) < len(told.done) + len(told.back) or not items <= self.left:
+            raise ProtocolError(f"items {sorted(items)!s:.200} were told of, and {sorted(self.left)!s:.200} are due")
+        self.left -= items
+        self.told.append(told)
+        self.then()
+
+    def resolve(self, reply: c.Reply | None = None) -> None:
+        if isinstance(reply, c.Result) and len(self.left) != 1:
+            super().resolve()  # as the loss does that follows
+            raise ProtocolError(f"one result, and {len(self.left)} items are due")
+        super().resolve(reply)
+
+
 class MeshRequest(Request):
     """An answer of each of several nodes, which are asked by one command."""
 
@@ -149,6 +177,14 @@ class Requests:
         thread may take the answer, and none has to wait. Raises as ``check``."""
         self._state.check(self._state.nodes[node].outbox)
         request = CallbackRequest(next(self._ids), node, kind, then)
+        self._due[request.id] = request
+        return request
+
+    def new_items(self, node: int, items: int, then: Callable[[], object]) -> ItemsRequest:
+        """Returns a new request to ``node`` for the results of so many items. ``then`` is called as by ``new_told``,
+        and whenever the node has told of some. Raises as ``check``."""
+        self._state.check(self._state.nodes[node].outbox)
+        request = ItemsRequest(next(self._ids), node, items, then)
         self._due[request.id] = request
         return request
 

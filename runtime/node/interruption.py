@@ -82,6 +82,10 @@ class Interruption:
         """Returns the requests of the functions that a thread runs, and that nobody has cancelled."""
         return tuple(request for request, ident in list(self._running.items()) if ident == thread)
 
+    def may_go_on(self, request: int) -> bool:
+        """Returns whether a function runs that nobody has cancelled."""
+        return request in self._running
+
     def run(self, request: int, what: str, function: Callable[[], _T]) -> _T:
         """Calls a function that can be cancelled meanwhile. Raises CancelledError where it was.
 

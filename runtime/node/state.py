@@ -92,6 +92,7 @@ class NodeState:
         self.shared_pages = SharedPagesOfGroups()
         self.functions = functions
         functions.rank = rank
+        functions.emit, functions.watch.told = emit, progress
         self.templates: dict[int, Template] = {}
         self.allow = allow
         self._simulate_cuda = simulate_cuda

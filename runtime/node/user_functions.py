@@ -23,6 +23,7 @@ from ..protocol.errors import DisttensorError, ProtocolError
 from ..protocol.failure_ids import attempt
 from ..protocol.framing import Assembly
 from . import holders, where
+from .chunks import Chunk, ChunkWatch
 from .held import HeldTensor
 from .interruption import Interruption
 from .store import Other, shared
@@ -80,6 +81,8 @@ class Functions:
         self._whole: dict[bytes, bytes] = {}
         self._kept: dict[bytes, _Function] = {}
         self.interruption = Interruption()
+        self.emit: Callable[[c.Reply], None] = lambda reply: None  #: takes what is told of a chunk
+        self.watch = ChunkWatch()
 
     def piece(self, key: bytes, data: bytes, last: bool) -> None:
         """Adds a piece. Raises ProtocolError when the pieces are too long or do not match the digest ``key``."""
@@ -109,7 +112,8 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        job: Job = partial(self._run, command, partial(_run, function, arguments, command.beside, command.what))
+        run = partial(_run, function, arguments, command.beside, command.what)
+        job: Job = partial(self._run_items if command.items else self._run, command, run)
         if command.world is None:
             return job
         if self._worlds is None:
@@ -120,6 +124,11 @@ class Functions:
         """Raises KeyboardInterrupt in the function of a request, in whichever thread it runs; has it not begin where it
         has not. Called by threads in which no function runs: the side channel's, that of a process group."""
         self.interruption.cancel(request)
+
+    def _run_items(self, command: c.Run, job: Callable[[Tensors, Chunk], Returned], tensors: Tensors) -> Returned:
+        chunk = Chunk(command.request, self.emit, partial(self.interruption.may_go_on, command.request))
+        with self.watch.over(chunk):
+            return self._run(command, lambda tensor: job(tensor, chunk), tensors)
 
     def _run(self, command: c.Run, job: Job, tensors: Tensors) -> Returned:
         with where.at(self._where(command)), holders.during(command.what):
@@ -175,7 +184,11 @@ class _Function:
             return self._function
 
 
-def _run(function: _Function, arguments: bytes, beside: bool, what: str, tensor: Tensors) -> Returned:
+def _run(
+    function: _Function, arguments: bytes, beside: bool, what: str, tensor: Tensors, chunk: Chunk | None = None
+) -> Returned:
+    if chunk is not None:
+        return guarded(what, partial(_result_of_last, function, arguments, beside, tensor, chunk))
     return guarded(what, partial(_result_of, function, arguments, beside, tensor))
 
 
@@ -195,6 +208,12 @@ def guarded(what: str, job: Callable[[], _T]) -> _T:
     except BaseException as e:  # KeyboardInterrupt, CancelledError: such an exception would end the node
         text = attempt(partial(str, e), "its text")
         raise DisttensorError(f"the function raised {type(e).__name__}: {text}; the node goes on") from e
+
+
+def _result_of_last(function: _Function, arguments: bytes, beside: bool, tensor: Tensors, chunk: Chunk) -> Returned:
+    """Calls a function for the items of a chunk."""
+    items = _loads_from_master(arguments, tensor)
+    return chunk.run(items, lambda item: _result_of(function, item, beside, tensor))
 
 
 def _result_of(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:

@@ -269,6 +269,12 @@ def _check_holdings(told: c.Holdings | None) -> None:
         _check_text("a tensor's dtype and shape", held.what, MAX_WHAT)
 
 
+def _check_mapped(told: c.Mapped) -> None:
+    _check_sizes(0, *told.done, *told.back)
+    if len(told.done) != len(told.results) or not 0 <= told.seconds < math.inf:
+        raise ProtocolError(f"{len(told.results)} results of {len(told.done)} items, in {told.seconds} s")
+
+
 def _check_digest(digested: c.Digested) -> None:
     if len(digested.digest) != DIGEST:
         raise ProtocolError(f"a hash has {DIGEST} bytes, not {len(digested.digest)}")
@@ -320,6 +326,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
     c.Unusable: ReplyTraits(True, lambda reply: _check_reasons(reply.reasons)),
     c.Shapes: ReplyTraits(True, lambda reply: _check_geometries(reply.outs)),
     c.Result: ReplyTraits(True, lambda reply: _check_geometries(reply.tensors)),
+    c.Mapped: ReplyTraits(False, _check_mapped),
     c.Failed: ReplyTraits(False, lambda reply: _check_holdings(reply.holdings)),
     c.Warned: ReplyTraits(False, _nothing),
     c.AtBreakpoint: ReplyTraits(False, _check_breakpoint),

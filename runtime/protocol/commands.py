@@ -152,6 +152,9 @@ class Run(Message, frozen=True, tag=18):
     index: int = 0
     holds: bool = False  #: it gets tensors as they are now, by ``Held``: what comes next may write them meanwhile
     nodes: int = 0  #: how many nodes the session has when it is issued, without those that are lost
+    #: the arguments are a list of pickles, one for each item of a chunk: the function is called for one after the
+    #: other. What answers it is for the last one that has begun; Mapped says what has become of the rest
+    items: bool = False
 
 
 class Adopt(Message, frozen=True, tag=19):
@@ -634,6 +637,17 @@ class Result(Message, frozen=True, tag=43):
     kept: bool = True  #: whether the process group that it was run in still exists
 
 
+class Mapped(Message, frozen=True, tag=80):
+    """Tells of items of a Run's chunk, by their places in it: the results of some, as encoded values, and which ones
+    have not begun and will not. Each item is told of once, but for the one that the Run's own answer is for."""
+
+    request: int
+    done: tuple[int, ...]
+    results: tuple[bytes, ...]  #: of these, in the same order
+    back: tuple[int, ...]  #: those that have not begun
+    seconds: float  #: for how long the chunk has run
+
+
 class Failed(Message, frozen=True, tag=44):
     """Command number ``seq`` failed; its outputs are poisoned. Sent once, when it happened.
 
@@ -715,6 +729,7 @@ Reply: TypeAlias = (
     | Unusable
     | Shapes
     | Result
+    | Mapped
     | Failed
     | Warned
     | AtBreakpoint

@@ -156,6 +156,7 @@ _REPORTS = [
     c.Report(5, (reply,))
     for reply in (
         c.Answer(1, "\u00e9"), c.Shapes(2, (_G, None)), c.Result(3, _RESULT, (_G,)), c.Done(9), c.Poisoned(4, 0, 1),
+        c.Mapped(1, (0, 2), (_RESULT, _RESULT), (3,), 0.5),
         c.Failed(1, "aten::add", "builtins.RuntimeError", "no", "tb", ("no", (1, 2.5))), _HELLO,
         c.TrafficCounts(1, (("tcp", "data", 0, (1, 2, 0.5), (1, 2, 0.5)),)), c.RngState(1, b"x"),
         c.MemoryUsage(1, 2, 3),
@@ -198,6 +199,8 @@ def _report(data: bytes) -> None:
         match reply:
             case c.Result():
                 values.decode(reply.data, [object()] * len(reply.tensors))
+            case c.Mapped():
+                values.decode(values.encoded_list(reply.results), [])
             case c.Answer():
                 codec.from_value(reply.value)
             case c.Failed():
@@ -1094,7 +1097,9 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 #: Places that decode and are in no decoder's ``covers``.
 USES_WITHOUT: dict[str, str] = {
     "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
+    "disttensor/tasks/calls.py:FunctionCall._value": "values.decode, which is fuzzed",
     "disttensor/tasks/calls.py:FunctionCall.result": "values.decode, which is fuzzed",
+    "disttensor/tasks/calls.py:FunctionCall.item_results": "values.decode, which is fuzzed, of values put together",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/cli/doctor.py:_Trial.rows": "what a program prints that this one has started",
     "disttensor/checkpoint/folder.py:_hashes": "a checkpoint is trusted, for torch unpickles its .metadata",

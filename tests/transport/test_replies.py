@@ -158,6 +158,38 @@ def test_a_wrong_reply_fails_the_node(name: str, wire: Wire) -> None:
     assert len(str(e.value)) < 4000  # the other nodes are told, in one message
 
 
+#: What a node tells of a chunk of three items, of which it has told that the second is done.
+ITEMS: dict[str, tuple[c.Reply, ...]] = {
+    "one that is done twice": (c.Mapped(1, (1,), (b"",), (), 0.1),),
+    "one that is done and given back": (c.Mapped(1, (0,), (b"",), (0,), 0.1),),
+    "one that there is not": (c.Mapped(1, (), (), (3,), 0.1),),
+    "one below none": (c.Mapped(1, (), (), (-1,), 0.1),),
+    "results of none": (c.Mapped(1, (), (b"",), (), 0.1),),
+    "no time": (c.Mapped(1, (), (), (), float("nan")),),
+    "one result, for two": (c.Result(1, b"", ()),),
+    "one result, for none": (c.Mapped(1, (0,), (b"",), (2,), 0.1), c.Result(1, b"", ())),
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_that_cannot_be_fail_the_node(name: str, wire: Wire) -> None:
+    wire.say(HELLO)
+    request = wire.link.requests.new_items(0, 3, lambda: None)
+    wire.say(c.Mapped(1, (1,), (b"x",), (), 0.1))
+    for reply in ITEMS[name]:
+        wire.say(reply)
+    with pytest.raises(dt.NodeLost, match="broke the protocol"):
+        wire.link.waiting.wait(request, 20)
+
+
+def test_items_of_what_is_none_fail_the_node(wire: Wire) -> None:
+    wire.say(HELLO)
+    request = wire.link.requests.new(0, c.Result)
+    wire.say(c.Mapped(request.id, (), (), (), 0.1))
+    with pytest.raises(dt.NodeLost, match="broke the protocol: a Mapped where Result was asked for"):
+        wire.link.waiting.wait(request, 20)
+
+
 @pytest.mark.fault(34)
 def test_pickles_on_the_side_channel_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message of a node that is not an answer is dropped; it makes the connection known."""

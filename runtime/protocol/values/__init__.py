@@ -7,10 +7,10 @@ types of Python's, numpy's and torch's own that are listed here, or of classes t
 
 from .announced import Announced, Unannounced, blueprint, is_announcable, name_of
 from .decoding import decode, weight
-from .encoding import encode
+from .encoding import encode, encoded_list
 from .form import INLINE, MAX_BROUGHT, MAX_DATA, MAX_DEPTH
 
 __all__ = [
     "INLINE", "MAX_BROUGHT", "MAX_DATA", "MAX_DEPTH", "Announced", "Unannounced", "blueprint", "decode", "encode",
-    "is_announcable", "name_of", "weight",
+    "encoded_list", "is_announcable", "name_of", "weight",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,13 @@ def encode(
         into.bring(np.frombuffer(bytearray(body), np.uint8))
         body = b""
     return b"".join((len(into.brought).to_bytes(4, "little"), *into.brought, body))
+
+
+def encoded_list(encoded: Sequence[bytes]) -> bytes:
+    """Returns the encoding of a list of values that are encoded, and that have no tensors."""
+    count = len(encoded)
+    head = bytes((0x90 | count,)) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
+    return b"".join((bytes(4), head, *[each[4:] for each in encoded]))
 
 
 class _Encoding:
