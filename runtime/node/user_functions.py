@@ -212,8 +212,18 @@ def guarded(what: str, job: Callable[[], _T]) -> _T:
 
 def _result_of_last(function: _Function, arguments: bytes, beside: bool, tensor: Tensors, chunk: Chunk) -> Returned:
     """Calls a function for the items of a chunk."""
-    items = _loads_from_master(arguments, tensor)
-    return chunk.run(items, lambda item: _result_of(function, item, beside, tensor))
+    call, items = function.get(tensor), _loads_from_master(arguments, tensor)
+    with torch.enable_grad():
+        return chunk.run(items, partial(_result_of_item, call, beside, tensor))
+
+
+def _result_of_item(call: Callable[..., Any], beside: bool, tensor: Tensors, item: bytes) -> Returned:
+    if not torch.is_grad_enabled():  # as the item before has left it
+        torch.set_grad_enabled(True)
+    args, kwargs = _loads_from_master(item, tensor)
+    tensors: list[torch.Tensor] = []
+    classes: set[type] = set()
+    return values.encode(call(*args, **kwargs), tensors, beside=beside, classes=classes), tensors, classes
 
 
 def _result_of(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:

@@ -206,7 +206,7 @@ def test_a_lost_node_has_a_row() -> None:
 
 @pytest.mark.usefixtures("session")
 def test_what_the_script_is_at(gate: Gate) -> None:
-    results = dt.map(os.read, [gate.inner] * 3, [1] * 3, nodes=[0])
+    results = dt.map(os.read, iter([gate.inner] * 3), [1] * 3, nodes=[0])
     gate.open()
     assert next(results) == b"x"
     (it,) = dt.seeing.status().script.undertakings

@@ -40,6 +40,11 @@ def have_time() -> None:
     chunks.LONGEST = HANG
 
 
+def have_patience() -> None:
+    """Has no item be a slow one."""
+    chunks.SLOW = HANG
+
+
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many items go in each chunk; the first ones have 20."""
@@ -199,6 +204,17 @@ def test_a_function_with_tensors_and_arguments_that_are_not_plain_go_one_by_one(
     assert set(sizes) <= {1, 2, 3}
 
 
+def grad_mode(_: int) -> bool:
+    was = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    return was
+
+
+def test_an_item_finds_gradients_on_whatever_the_one_before_has_left(sizes: list[int]) -> None:
+    assert list(dt.map(grad_mode, range(COUNT))) == [True] * COUNT
+    assert sizes[0] == 20
+
+
 def double(channel: Any, x: int) -> int:
     channel.put(2 * x)
     return x
@@ -256,12 +272,14 @@ def ends(path: str, number: int, once: bool) -> int:
 
 
 def test_items_of_a_lost_node_are_given_to_another_if_asked(sizes: list[int], ran: Path) -> None:
+    dt.run(have_patience, node=[0, 1])
     args = repeat(str(ran)), range(COUNT), repeat(True)
     assert list(dt.map(ends, *args, retries=1)) == list(range(COUNT))
     assert begun(ran).count(7) == 2
     assert sizes[0] == 20
+    assert sizes.count(1) >= 20  # those that were on the node: each alone, as any may have ended it
     ran.write_text("")
     with pytest.raises(dt.NodeLost) as raised:
         list(dt.map(ends, repeat(str(ran)), range(COUNT), repeat(False)))
-    assert any(re.search(r"item \d+, or one of \d+ beside it, was there", text) for text in raised.value.__notes__)
+    assert any(re.search(r"item 0, or one of \d+ beside it, was there", text) for text in raised.value.__notes__)
     assert begun(ran) == list(range(8))

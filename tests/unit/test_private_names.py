@@ -71,6 +71,7 @@ INTERNAL: dict[str, str] = {
     "faults/test_cancelled.py": "the moment at which a function has been sent behind another one",
     "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "tasks/test_edited.py": "Modules: which modules have changed since nodes imported them",
+    "tasks/test_map_chunks.py": "chunks, mapping: how many items go at once, however busy the machine is",
     "tasks/test_kept_pickles.py": "KeptPickles: the bytes that are kept against those that are made anew, and how many",
     "ops/test_metadata.py": "meta kernels that are wrong: what the script infers is replaced",
     "ops/test_picked_kernels.py": "kernel_choice.py, with records that no node tells, and the table of all overrides",

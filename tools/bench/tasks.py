@@ -4,8 +4,9 @@ A small function submitted to another process, and a method called there, many a
 ``ProcessPoolExecutor`` and by ``torch.distributed.rpc``, in turns in one run. Prints the least CPU of a call, in
 microseconds, until its result is there: of the thread that submits, of its process, and of all processes together.
 
-``--map``: so many items of 10 us instead, by ``dt.map`` and by ``Executor.map(chunksize=50)``: the least CPU of an item, the
-least time, and that until the first result. "one by one": ``dt.map`` of an iterator, which takes items as they are asked for.
+``--map``: so many items of 10 us instead, by ``dt.map`` and ``Executor.map(chunksize=50)``: the least CPU of an item,
+the least time, and that until the first result. "one by one": ``dt.map`` of an iterator, which takes items as they are
+asked for.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from .instead import instead
 from .plain_types import PACK
 
 _encoder = msgspec.msgpack.Encoder()
+_NO_PARTS = bytes(4)
 
 _AS_THEY_ARE = frozenset({bool, float, type(None)})
 _CONTAINERS = frozenset(
@@ -43,6 +44,9 @@ def encode(
 
     Raises TypeError for what can't cross, with ``what`` to say of it; ValueError for what is too large, or too deep.
     """
+    kind = type(value)
+    if kind in _AS_THEY_ARE or (kind is int and _is_short(value)):  # most results
+        return _NO_PARTS + _encoder.encode(value)
     into = _Encoding(tensors, what, beside, set() if classes is None else classes, refers)
     body = _encoder.encode(into.plain(value, 0))
     if len(body) > form.MAX_DATA:
@@ -62,7 +66,7 @@ def encoded_list(encoded: Sequence[bytes]) -> bytes:
     """Returns the encoding of a list of values that are encoded, and that have no tensors."""
     count = len(encoded)
     head = bytes((0x90 | count,)) if count < 16 else b"\xdd" + count.to_bytes(4, "big")
-    return b"".join((bytes(4), head, *[each[4:] for each in encoded]))
+    return b"".join((_NO_PARTS, head, *[each[4:] for each in encoded]))
 
 
 class _Encoding:
