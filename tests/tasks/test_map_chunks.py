@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
+import signal
 from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +41,10 @@ def have_time() -> None:
     chunks.LONGEST = HANG
 
 
-def have_patience() -> None:
-    """Has no item be a slow one."""
-    chunks.SLOW = HANG
+def take_for_slow(seconds: float) -> float:
+    """Sets after how many seconds an item of this node is a slow one; returns what it was."""
+    before, chunks.SLOW = chunks.SLOW, seconds
+    return before
 
 
 @pytest.fixture
@@ -57,6 +59,15 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(mapping, "submit_items", note)
     monkeypatch.setattr(mapping, "FIRST", 20)
     return found
+
+
+@pytest.fixture
+def none_slow() -> Iterator[None]:
+    """No item is slow, however long it takes."""
+    before = dt.run(take_for_slow, HANG, node=0), dt.run(take_for_slow, HANG, node=1)
+    yield
+    for node in (each["rank"] for each in dt.nodes() if each["alive"]):
+        dt.run(take_for_slow, before[node], node=node)
 
 
 @pytest.fixture
@@ -247,19 +258,18 @@ def loop(path: str, number: int, port: int, catches: bool) -> int:
     return number
 
 
+@pytest.mark.usefixtures("none_slow")
 @pytest.mark.parametrize("catches", [False, True])
 def test_no_item_begins_after_one_that_was_cancelled(catches: bool, sizes: list[int], ran: Path) -> None:
-    began = threading.Event()
-    with Began(began.set) as port:
-        args = repeat(str(ran)), range(20), repeat(port), repeat(catches)
-        results = dt.map(loop, *args, nodes=[0])
-        assert next(results) == 0
-        assert began.wait(HANG)
-        results.close()  # type: ignore[attr-defined]
+    """By Ctrl-C, while the script waits for the chunk, whose item 3 has no end of its own."""
+    with Began(partial(os.kill, os.getpid(), signal.SIGINT)) as port:
+        results = dt.map(loop, repeat(str(ran)), range(20), repeat(port), repeat(catches), nodes=[0])
+        with pytest.raises(KeyboardInterrupt):
+            next(results)
     assert dt.run(square, 3, node=0) == 9
     assert begun(ran) == [0, 1, 2, 3]
     dt.synchronize()
-    assert sizes[0] == 20
+    assert sizes == [20]
 
 
 def ends(path: str, number: int, once: bool) -> int:
@@ -271,8 +281,8 @@ def ends(path: str, number: int, once: bool) -> int:
     return number
 
 
+@pytest.mark.usefixtures("none_slow")
 def test_items_of_a_lost_node_are_given_to_another_if_asked(sizes: list[int], ran: Path) -> None:
-    dt.run(have_patience, node=[0, 1])
     args = repeat(str(ran)), range(COUNT), repeat(True)
     assert list(dt.map(ends, *args, retries=1)) == list(range(COUNT))
     assert begun(ran).count(7) == 2
