@@ -1098,7 +1098,6 @@ _CHECKS = "the contract of launchers, whose processes are its own"
 USES_WITHOUT: dict[str, str] = {
     "disttensor/tasks/announcing.py:raised": "values.decode, which is fuzzed",
     "disttensor/tasks/calls.py:FunctionCall._value": "values.decode, which is fuzzed",
-    "disttensor/tasks/calls.py:FunctionCall.result": "values.decode, which is fuzzed",
     "disttensor/tasks/calls.py:FunctionCall.item_results": "values.decode, which is fuzzed, of values put together",
     "runtime/node/user_functions.py:Outcome.value": "what this node itself has encoded",
     "disttensor/cli/doctor.py:_Trial.rows": "what a program prints that this one has started",
