@@ -112,8 +112,10 @@ class ChunkWatch:
         with self._lock:
             self._chunks.add(chunk)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="disttensor-chunks", daemon=True)
-                self._thread.start()
+                with suppress(RuntimeError):  # the system has none: a slow item delays others
+                    thread = threading.Thread(target=self._run, name="disttensor-chunks", daemon=True)
+                    thread.start()
+                    self._thread = thread
         try:
             yield
         finally:

@@ -163,6 +163,7 @@ runs = st.builds(
             st.sampled_from([(2,), (1, 2), (2, 1), (2**62, 4), (0, -1), ()]), st.sampled_from(["cpu", "cuda", ""]),
         )),
     )),
+    items=st.booleans(),
 )  # fmt: skip
 records = st.builds(c.Record, SMALL, DEVICES, st.booleans())
 replays = st.builds(

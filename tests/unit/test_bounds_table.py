@@ -36,6 +36,7 @@ TABLE = {
         "le=2 ** 63 - 1": "nanoseconds since 1970, up to 2262",
     },
     "disttensor/session/places.py": {"MAX_SLOTS": "the script's own table of meshes, which refuses at the line"},
+    "disttensor/tasks/mapping.py": {"MOST": "more items are another chunk", "MOST_ITEMS": "more are another chunk"},
     "runtime/channel/shm/cuda_ipc.py": {"MOST": _KEPT, "lt=1 << 62": _OURS},
     "runtime/channel/shm/segments.py": {"MOST_IDLE": _KEPT},
     "runtime/channel/tcp/dial.py": {
@@ -87,6 +88,10 @@ TABLE = {
         "MAX_JOINED": "more is several messages",
     },
     "runtime/node/breakpoints.py": {"MAX_TALKS": "further functions go on"},
+    "runtime/node/chunks.py": {
+        "MOST": "a chunk ends: test_what_has_not_begun_is_given_back",
+        "LONGEST": "a chunk ends: test_what_has_not_begun_is_given_back",
+    },
     "runtime/node/description.py": {"MOST": "devices and rows of transfers that a node tells of"},
     "runtime/node/readers.py": {"_MOST_WARNINGS": _KEPT},
     "runtime/node/user_functions.py": {
