@@ -319,9 +319,8 @@ class _Mapping:
             data = [item.data for item in items]
             told = partial(self._mark, chunk)
             chunk.work = submit_items(self._session, self._fn, data, self._back, node, self._site, beside, told)
-            if chunk.work.parts[
-                0
-            ].call.holds_tensors:  # it is sent anew for each call, as those that it holds may change
+            # a function that holds tensors is sent anew for each call, as these may change
+            if chunk.work.parts[0].call.holds_tensors:
                 self._chunks = False
         else:
             args = items[0].args
