@@ -492,4 +492,4 @@ def test_the_opcodes_of_a_call(what: str) -> None:
 
 
 #: The opcodes of Python that a call executes in the script's thread, until it is on its way.
-SUBMIT, ACTOR = 3043, 3510
+SUBMIT, ACTOR = 3059, 3526
