@@ -21,6 +21,8 @@ _RUNTIME = os.path.dirname(os.path.realpath(os.path.join(_HERE, "runtime", "__in
 #: object hashes its bytecode each time.
 users: dict[int, CodeType] = {}
 _others: dict[int, CodeType] = {}
+#: (id of a code object of ``users``, where in it) -> whether dynamo has written what is there
+_dynamos: dict[tuple[int, int], bool] = {}
 
 
 def is_users_file(name: str) -> bool:
@@ -32,6 +34,7 @@ def _is_users(code: CodeType) -> bool:
     if len(users) + len(_others) > 100_000:
         users.clear()
         _others.clear()
+        _dynamos.clear()
     mine = is_users_file(code.co_filename)
     (users if mine else _others)[id(code)] = code
     return mine
@@ -63,8 +66,12 @@ def calling_compiled(depth: int = 2) -> Site | None:
 
 def _is_dynamos(code: CodeType, at: int) -> bool:
     """Returns whether dynamo has written an instruction, rather than copied it from the user's code."""
-    written = sys.modules["torch._dynamo.convert_frame"].output_codes
-    return code in written and line_number((code, at)) == code.co_firstlineno
+    known = _dynamos.get((id(code), at))
+    if known is None:
+        written = sys.modules["torch._dynamo.convert_frame"].output_codes
+        known = code in written and line_number((code, at)) == code.co_firstlineno
+        _dynamos[id(code), at] = known
+    return known
 
 
 def site_of_thread(thread: int) -> Site | None:

@@ -134,19 +134,19 @@ class Graph:
         for box in boxes if queue is None else [queue]:
             link.check(box)
 
-        def put() -> None:
+        def put() -> bool:
             if advance:
                 recorder.steps.advance()
-            if queue is None:
-                link.sender.send_together([(rank, command, replayed) for rank in recorder.logs])
-            else:
-                queue.add(command, replayed)
+            if queue is not None:
+                return queue.add_many(command, replayed, recorder.size)
+            link.sender.send_together([(rank, command, replayed) for rank in recorder.logs])
+            return False
 
         link.interrupts.look()
-        recorder.issue(put)
+        due = recorder.issue(put)
         if queue is None:
             link.sender.after_sending(boxes)
-        else:
+        elif due:
             link.sender.flush(queue)
 
     @property

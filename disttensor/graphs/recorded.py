@@ -23,7 +23,7 @@ class _Made:
 
     index: int  #: of its tensor, among all that each replay makes
     meta: Meta
-    place: Place  #: where the result is seen: that of the tensor, or one of its nodes
+    place: Place | None  #: where the result is seen: one of the tensor's nodes; None for the tensor's own place
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Given:
     """A result that is one of the arguments."""
 
     leaf: int
-    place: Place  #: where it is seen, as above
+    place: Place | None  #: where it is seen, as above
 
 
 class Recorded:
@@ -44,17 +44,26 @@ class Recorded:
         self._tensors = tensors  #: the indices of the arguments that are inputs
         metas = {r.index: r.meta for r in results if type(r) is _Made}
         self._metas = [metas[k] for k in range(len(metas))]
+        tensors_made = [(i, r.index, r.place) for i, r in enumerate(results) if type(r) is _Made]
+        tensors_given = [(i, r.leaf, r.place) for i, r in enumerate(results) if type(r) is _Given]
+        #: the tensors among the results, by their indices: those that a replay makes, and arguments
+        self._made = [(i, k) for i, k, _ in tensors_made]
+        self._given = [(i, k) for i, k, _ in tensors_given]
+        self._elsewhere = [(i, place) for i, _, place in (*tensors_made, *tensors_given) if place is not None]
 
     def play(self, leaves: Sequence[Any], advance: bool = True, line: Callable[[int], Site | None] = here) -> list[Any]:
         """Replays the function on these arguments, and returns its results. ``advance``, ``line``: as for
         ``Graph.play``."""
-        made = [proxy(Handle(new_ref(), meta)) for meta in self._metas]
-        self.graph.play(self.refs(leaves), [tensor._h.ref for tensor in made], advance, line)
+        refs = [new_ref() for _ in self._metas]
+        made = [proxy(Handle(ref, meta)) for ref, meta in zip(refs, self._metas, strict=True)]
+        self.graph.play(self.refs(leaves), refs, advance, line)
         results = list(self.results)
-        for i, result in enumerate(results):
-            if type(result) in (_Made, _Given):
-                tensor = made[result.index] if type(result) is _Made else leaves[result.leaf]
-                results[i] = tensor if tensor._place is result.place else seen_at.alias(tensor, result.place)
+        for i, k in self._made:
+            results[i] = made[k]
+        for i, k in self._given:
+            results[i] = leaves[k]
+        for i, place in self._elsewhere:
+            results[i] = seen_at.alias(results[i], place)
         return results
 
     def refs(self, leaves: Sequence[Any]) -> list[int]:
@@ -108,12 +117,13 @@ def _results(results: list[Any], given: dict[int, int], g: Graph) -> tuple[list[
         if isinstance(leaf, DistributedTensor):
             handle = leaf._h
             ref = handle.ref or materialise(handle)
-            place = handle.meta.place
+            seen = handle.meta.place
             while type(handle) is Shared:  # a shard of a mesh's tensor: the whole of it is what a replay makes
                 handle = handle.owner
+            place = None if seen is handle.meta.place else seen
             if ref in given:
                 leaf = _Given(given[ref], place)
-            elif g.recording.makes(place, ref):
+            elif g.recording.makes(seen, ref):
                 returned.setdefault(ref, handle.meta.place)
                 leaf = _Made(list(returned).index(ref), handle.meta, place)
         found.append(leaf)

@@ -107,8 +107,9 @@ class GraphRecorder:
         self.sites: dict[int, list[Site | None]] = {}  #: of a finished recording: where each node's commands come from
         self.transfers: dict[int, int] = {}
         self.engine = ""
-        #: the queue of all nodes of the graph, which replays go to; None where each gets its own
+        #: the queue of all nodes of the graph, which replays go to; None where there are several, without a mesh
         self.queue: CommandQueue | None = None
+        self.size = 0  #: the commands that a replay stands for, on the node that has most
         #: the places that draw, in turns; None for a recording that began before there were meshes, when nobody told
         self.draws: list[Draw] | None = [] if session.places.with_meshes else None
         self._drawing: dict[tuple[int, str], int] = {}  #: (node, device) -> number of the generator in use
@@ -234,9 +235,10 @@ class GraphRecorder:
         log.node.outbox.put(replace(command, out=hidden), site)
 
     @uninterrupted
-    def issue(self, put: Callable[[], None]) -> None:
-        """Queues a replay by ``put``. Has each of its nodes begin with the generator that the program draws from first,
-        and notes which ones it leaves in use: uninterrupted, or what is noted and what nodes do would differ."""
+    def issue(self, put: Callable[[], bool]) -> bool:
+        """Queues a replay by ``put``, and returns what that does. Has each of its nodes begin with the generator that
+        the program draws from first, and notes which ones it leaves in use: uninterrupted, or what is noted and what
+        nodes do would differ."""
         places = self.session.places
         with places.lock:
             if self.draws is None:
@@ -249,11 +251,12 @@ class GraphRecorder:
                     places.use(draw.place)
                 finally:
                     varied.reset(token)
-            put()
+            due = put()
             if self._seed is not None:
                 places.seeded(self._seed)
             for draw in draws[1:] if self._seed is None else draws:  # the first is in use already
                 places.in_use(draw.place, draw.number, draw.begins)
+        return due
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -275,6 +278,9 @@ class GraphRecorder:
         if self._spans:
             every = tuple(sorted(self.logs))
             self.queue = self.session.link.sender.fan_out(next((s for s in self._spans if len(s) == len(every)), every))
+        elif len(self.logs) == 1:
+            self.queue = next(iter(self.logs.values())).node.outbox
+        self.size = max((len(log.commands) for log in self.logs.values()), default=0)
         for rank, log in self.logs.items():
             box = log.node.outbox
             self._settle_constants(log, returned)

@@ -79,6 +79,8 @@ class CompiledGraph:
         self._model = model
         self._engine = engine
         self._recordings: OrderedDict[Hashable, Recorded | None] = OrderedDict()
+        #: the key that was used last, and its recording
+        self._last: tuple[Hashable, Recorded | None] = (None, None)
         self._by_operator = False
         _graphs.add(self)
         if reason := _local_part(model.graph):
@@ -86,13 +88,16 @@ class CompiledGraph:
 
     def clear(self) -> None:
         self._recordings.clear()
+        self._last = (None, None)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self._by_operator or route.get().recorder is not None:
             return self._model.forward(args)  # type: ignore[no-any-return]
         metas = tuple([arg._h.meta if type(arg) is DistributedTensor else arg for arg in args])
         key = metas, varied.get(), id(current.session())
-        recorded = self._recordings.get(key)
+        last, recorded = self._last
+        if key != last:  # mostly it is, and that is quicker than a look-up
+            recorded = self._recordings.get(key)
         if recorded is None:
             if key not in self._recordings:  # the first call is what CUDA graphs call warming up
                 self._recordings[key] = None
@@ -104,7 +109,9 @@ class CompiledGraph:
             except GraphError as error:
                 self._give_up(str(error))
                 return self._model.forward(args)  # type: ignore[no-any-return]
-        self._recordings.move_to_end(key)
+        if key != last:
+            self._recordings.move_to_end(key)
+            self._last = key, recorded
         results = recorded.play(args, line=calling_compiled)
         args.clear()
         return results

@@ -138,6 +138,7 @@ class CommandQueue:
     """The queue of one place, whose commands go to all of ``members``."""
 
     __slots__ = (
+        "_counted",
         "_data",
         "_entry",
         "_gone",
@@ -227,6 +228,7 @@ class CommandQueue:
         self.rouse: Callable[[CommandQueue], None] = _alone
         self.used = False  #: whether it was ever roused, so that something may be left in it
         self._data = 0, 0  #: ``moved`` when there was data last, and the bytes of it since then
+        self._counted = 0, 0  #: the same of commands that stand for several, and the number of these
 
     @property
     def members(self) -> Sequence[CommandQueue]:
@@ -275,6 +277,14 @@ class CommandQueue:
         queued = nbytes + (queued if moved == self.moved else 0)
         self._data = self.moved, queued
         return self.add(command, site) or queued >= MAX_DATA
+
+    def add_many(self, command: c.Command, site: Site | None, count: int) -> bool:
+        """Does what ``add`` does for a command that gives a node as much to do as ``count`` of them: it leaves when
+        these would."""
+        moved, queued = self._counted
+        queued = count + (queued if moved == self.moved else 0)
+        self._counted = self.moved, queued
+        return self.add(command, site) or 2 * queued >= self.batch
 
     def put(self, command: c.Command, site: Site | None = None) -> None:
         """Appends a command past any route: to the nodes' default streams, and into no recording."""

@@ -230,8 +230,29 @@ def block() -> Block:
     return Block()
 
 
+class Cells(torch.nn.Module):
+    """Recurrent cells, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = torch.nn.LSTMCell(5, 4), torch.nn.GRUCell(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = c = torch.zeros(len(x), 4, device=x.device)
+        for _ in range(2):
+            h, c = self.lstm(x, (h, c))
+            h = self.gru(h, c)
+        return h
+
+
+def cells() -> Cells:
+    torch.default_generator.manual_seed(5)
+    return Cells()
+
+
 MODELS: dict[str, Callable[[], tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]] = {
     "network": lambda: (net(), *batch()),
+    "cells": lambda: (cells(), torch.linspace(-1, 1, 30).view(6, 5), torch.arange(6) % 4),
     "transformer": lambda: (block().eval(), torch.arange(24).view(4, 6) % 7, torch.arange(4)),
 }
 

@@ -28,6 +28,7 @@ from disttensor.runtime.master.outbox import packed
 from disttensor.runtime.master.requests import Request, Waker
 from disttensor.runtime.process.observing import MessageSent
 from disttensor.runtime.process.signals import uninterrupted
+from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import BrokenError
@@ -453,6 +454,27 @@ def test_a_replay_of_a_graph_on_a_mesh_is_encoded_once(link: Link, monkeypatch: 
     monkeypatch.setattr(outbox, "packed", counting)
     for _ in range(3):
         g.replay()
+    link.sender.flush_all()
     assert encoded == ["Replay"] * 3
     monkeypatch.undo()
     assert [total.item(), *x.tolist()] == [15.0, 5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize(("place", "small"), [("a node", [1, 2, 3, 6]), ("a mesh", [2, 3, 6])])
+def test_a_replay_leaves_when_the_commands_that_it_stands_for_would(link: Link, place: str, small: list[int]) -> None:
+    """Small ones leave together, more of them with each message, and one that is a message's commands at once."""
+    x = torch.ones(3, device="node:0" if place == "a node" else dt.mesh(dp=2).device)
+    x.add_(1)
+    replayed = []
+    for size in (3, testing.limit("message")):
+        with dt.graph(g := dt.Graph()):
+            for _ in range(int(size)):
+                x.add_(1)
+        with testing.MessageLog() as log, link.lock:  # so that nothing but replays has them leave
+            for _ in range(20):
+                g.replay()
+            messages = [codec.decode_batch(data).commands for node, data in log.sent if node == 0]
+        replayed.append([len(commands) for commands in messages])
+        assert {type(command) for commands in messages for command in commands} == {c.Replay}
+    assert replayed == [small, [1] * 20]
+    assert x.tolist() == [2.0 + 20 * (3 + testing.limit("message"))] * 3

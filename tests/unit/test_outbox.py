@@ -256,6 +256,17 @@ def test_commands_with_data_leave_before_they_are_many() -> None:
         box.set_flush_threshold(2 * command_queue.MAX_BATCH)
 
 
+def test_a_command_that_stands_for_many_leaves_as_they_would() -> None:
+    box = Outbox(0)
+    for _ in range(2):
+        box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+        third = command_queue.MAX_BATCH // 3 + 1
+        assert [box.add_many(call(1), None, third) for _ in range(3)] == [False, False, True]
+        assert len(take(box)) == 1
+    box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+    assert box.add_many(call(1), None, command_queue.MAX_BATCH)
+
+
 def test_the_window_has_their_bytes() -> None:
     box = Outbox(0)
     while not box.full:

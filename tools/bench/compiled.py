@@ -1,8 +1,8 @@
-"""python tools/bench/compiled.py [--layers 6] [--steps 20] [--repeats 9]
+"""python tools/bench/compiled.py [--models vit gpt] [--steps 10] [--repeats 9] [--engine interpreter]
 
-Forward and backward of a transformer and of an MLP, by the CPU time of the script's thread: locally in eager, on a node
-in eager and on a node by torch.compile, in turns in one run, one compute thread on either side. The least of all
-repeats. Local eager's time has its arithmetic, a node's has not.
+Forward and backward of ten models (compiled_models.py) by the script's CPU time, of the process and of the thread that
+calls: locally in eager, on a node in eager, and on a node by torch.compile, in turns in one process, one compute thread
+on either side; the least of all repeats. Local eager's time has its arithmetic, a node's has not.
 """
 
 from __future__ import annotations
@@ -12,71 +12,65 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from compiled_models import MODELS, Made
 
 import disttensor as dt
 
 Step = Callable[[], None]
 
 
-def transformer(layers: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-    model = nn.Sequential(nn.Embedding(100, 64), encoder, nn.Flatten(), nn.Linear(64 * 16, 10))
-    return model, torch.randint(0, 100, (4, 16)), torch.randint(0, 10, (4,))
-
-
-def mlp(layers: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    parts = [part for _ in range(layers) for part in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*parts, nn.Linear(64, 10)), torch.randn(32, 64), torch.randint(0, 10, (32,))
-
-
-def stepper(made: tuple[nn.Module, torch.Tensor, torch.Tensor], device: str, compiled: bool) -> Step:
-    model, x, y = made[0].to(device), made[1].to(device), made[2].to(device)
-    loss_of: Callable[[], torch.Tensor] = lambda: F.cross_entropy(model(x), y)  # noqa: E731
-    if compiled:
-        loss_of = torch.compile(loss_of)
+def stepper(made: Made, device: str, options: dict[str, str] | None) -> Step:
+    """Returns a step of the model; ``options`` are those of torch.compile, without which it is not compiled."""
+    model, batch, labels = made.model.to(device), [x.to(device) for x in made.batch], made.labels.to(device)
+    parameters = list(model.parameters())
+    loss_of: Callable[[], torch.Tensor] = lambda: F.cross_entropy(model(*batch), labels)  # noqa: E731
+    if options is not None:
+        loss_of = torch.compile(loss_of, options=options)
 
     def step() -> None:
         loss_of().backward()
-        for p in model.parameters():
+        for p in parameters:
             p.grad = None
 
     return step
 
 
-def turn(step: Step, steps: int) -> float:
-    """Returns the seconds of this thread's CPU that a step takes."""
-    begun = time.thread_time()
+def turn(step: Step, steps: int) -> tuple[float, float]:
+    """Returns the ms of CPU that a step takes: of the process, until all is done, and of this thread."""
+    process, thread = time.process_time(), time.thread_time()
     for _ in range(steps):
         step()
-    spent = time.thread_time() - begun
+    thread = time.thread_time() - thread
     dt.synchronize()
-    return spent / steps
+    return (time.process_time() - process) / steps * 1e3, thread / steps * 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--engine", default="interpreter")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print("ms of CPU a step, process | thread                   node compiled over local, over node eager", flush=True)
     with dt.init_master_worker(nodes=1, threads=1):
-        for make in (transformer, mlp):
-            steps = [
-                stepper(make(options.layers), device, compiled)
-                for device, compiled in (("cpu", False), ("node:0", False), ("node:0", True))
-            ]
+        for name in options.models:
+            torch.manual_seed(0)
+            compiling = {"engine": options.engine}
+            kinds = (("cpu", None), ("node:0", None), ("node:0", compiling))
+            steps = [stepper(MODELS[name](), device, how) for device, how in kinds]
             for step in steps:
                 turn(step, 4)
-            local, eager, compiled = map(
-                min, zip(*[[turn(step, options.steps) for step in steps] for _ in range(options.repeats)], strict=True)
+            rows = [[turn(step, options.steps) for step in steps] for _ in range(options.repeats)]
+            (local, local_), (eager, eager_), (compiled, compiled_) = (
+                tuple(map(min, zip(*column, strict=True))) for column in zip(*rows, strict=True)
             )
             print(
-                f"{make.__name__}, {options.layers} layers: local eager {local * 1e3:.2f} ms, node eager "
-                f"{eager * 1e3:.2f} ({eager / local:.2f}x), compiled {compiled * 1e3:.2f} ({compiled / local:.2f}x)",
+                f"{name:10s} local {local:5.2f} | {local_:5.2f}, node eager {eager:5.2f} | {eager_:5.2f}, node compiled "
+                f"{compiled:5.2f} | {compiled_:5.2f}: {compiled / local:.2f} | {compiled_ / local_:.2f}x, "
+                f"{compiled / eager:.2f} | {compiled_ / eager_:.2f}x",
                 flush=True,
             )
 

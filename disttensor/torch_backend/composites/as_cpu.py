@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ...dispatch import seen_at
@@ -29,6 +30,7 @@ from ...proxy.proxy import DistributedTensor, innermost
 from ...session import kernel_choice
 from ...session.places import Place
 from .. import autocast
+from . import sdpa
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -115,6 +117,8 @@ def runs_as_cpu(op: OpOverload) -> Callable[..., Any]:
     local = [i for i, a in enumerate(op._schema.arguments) if a.name == "batch_sizes"]
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0], sdpa.TRACED) and op in _PARTS and sdpa.place_of(args[0]).kernels == "cpu":
+            return _PARTS[op](*args, **kwargs)
         place = getattr(innermost(args[0]), "_place", None)
         if place is None or not kernel_choice.shown_a_cpu(place.record) or place.device.type == "cpu":
             return op._op_dk(_COMPOSITE, *args, **kwargs)
@@ -132,6 +136,29 @@ def runs_as_cpu(op: OpOverload) -> Callable[..., Any]:
 
     return function
 
+
+def _lstm_cell(x: Any, hx: Any, of_x: Any, of_h: Any, b: Any = None, c: Any = None) -> tuple[Any, Any]:
+    """Computes an LSTM's cell by parts, as torch does on CPUs. Source: aten/src/ATen/native/RNN.cpp, LSTMCell."""
+    h, state = hx
+    gates = linear(h, of_h, c).add_(linear(x, of_x, b)).unsafe_chunk(4, 1)
+    into, kept, new, out = gates[0].sigmoid_(), gates[1].sigmoid_(), gates[2].tanh_(), gates[3].sigmoid_()
+    state = (kept * state).add_(into * new)
+    return out * state.tanh(), state
+
+
+def _gru_cell(x: Any, h: Any, of_x: Any, of_h: Any, b: Any = None, c: Any = None) -> Any:
+    """Computes a GRU's cell by parts, as torch does on CPUs. Source: RNN.cpp, GRUCell."""
+    into, gates = linear(x, of_x, b).unsafe_chunk(3, 1), linear(h, of_h, c).unsafe_chunk(3, 1)
+    reset, kept = gates[0].add_(into[0]).sigmoid_(), gates[1].add_(into[1]).sigmoid_()
+    new = into[2].add(gates[2].mul_(reset)).tanh_()
+    return (h - new).mul_(kept).add_(new)
+
+
+#: The cells, for what ``torch.compile`` traces with: those have no twins.
+_PARTS: dict[OpOverload, Callable[..., Any]] = {
+    aten.lstm_cell.default: _lstm_cell,
+    aten.gru_cell.default: _gru_cell,
+}
 
 #: Held while an LSTM picks its kernel, because the switch (oneDNN's) is that of the whole process.
 _switch = threading.RLock()

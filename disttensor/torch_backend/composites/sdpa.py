@@ -23,7 +23,7 @@ from ...session.places import Place
 aten = torch.ops.aten
 
 #: The tensors with which ``torch.compile`` traces: they have a node's device, and no memory anywhere.
-_TRACED = (FakeTensor, FunctionalTensor)
+TRACED = (FakeTensor, FunctionalTensor)
 
 _choices: dict[tuple[Any, ...], int] = {}
 caches.plans(_choices.clear)
@@ -75,7 +75,7 @@ def _fused(
     scale: float | None,
     training: bool,
 ) -> torch.Tensor:
-    if _place_of(query).kernels == "cpu":
+    if place_of(query).kernels == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
@@ -111,7 +111,8 @@ def _without_autograd(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 
-def _place_of(tensor: Any) -> Place:
+def place_of(tensor: Any) -> Place:
+    """Returns the place of a proxy, or of what stands for one while ``torch.compile`` traces."""
     return tensor._place if isinstance(tensor, DistributedTensor) else current.session().places.of(tensor.device)
 
 
@@ -131,9 +132,9 @@ def _choose(
     operands = (query, key, value) if mask is None else (query, key, value, mask)
     facts = (dropout, causal, gqa, training, mask is not None and mask.requires_grad)
     if not all(isinstance(t, DistributedTensor) for t in operands):
-        if not all(isinstance(t, _TRACED) and t.device.type == "node" for t in operands):
+        if not all(isinstance(t, TRACED) and t.device.type == "node" for t in operands):
             return MATH  # its first operation raises the error
-        return kernel_choice.attention(_place_of(query).record, _asked(*map(_seen, operands), facts=facts))
+        return kernel_choice.attention(place_of(query).record, _asked(*map(_seen, operands), facts=facts))
     metas = [t._h.meta for t in operands]
     signature = (*metas, mask is None, *facts, kernel_choice.switches())
     choice = _choices.get(signature)
