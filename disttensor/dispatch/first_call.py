@@ -17,7 +17,7 @@ from .asking import Reshaped, ask, ask_written, make_room
 from .call_site import here
 from .inplace_and_multi import may_share
 from .op_plan import MANY, ONE, RESHAPED, SHARING, WRITTEN, OpEntry, Plan
-from .rehearsal import rehearsed
+from .rehearsal import rehearsed, rehearsed_writes
 
 #: Operators whose tensors must have one dtype; the meta kernels don't look.
 _ONE_DTYPE = frozenset(
@@ -153,13 +153,14 @@ def make_plan(entry: OpEntry, args: Any, kwargs: Any, place: Place | None, call:
     except (RuntimeError, IndexError, TypeError, ValueError):
         # some kernels take operands that their meta kernel refuses; and an error of another library's meta kernel may
         # only mean that the shape depends on the data
-        can_ask = not (recorded and in_place)
-        asks = can_ask and (lie is not None or (entry.tried and trial.is_taken(entry.op, args, kwargs)))
+        asks = lie is not None or (entry.tried and trial.is_taken(entry.op, args, kwargs))
         if not asks and (entry.torchs or in_place):
             raise
         refused = True
     # the node is asked outside of the handlers: its error is shown alone, and not behind the meta kernel's
     if refused and in_place:
+        if recorded and (after := rehearsed_writes(entry, args, kwargs)) is not None:
+            return _writing(entry, args, kwargs, place, _reshaped(entry, args, kwargs, after), site)
         return _written(entry, args, kwargs, place, call, out, site)
     if refused or not (known or in_place):
         if recorded and (metas := rehearsed(entry, args, kwargs)) is not None:

@@ -27,6 +27,25 @@ _LARGE = 1 << 28
 def rehearsed(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Returns the metas of a call's results, as its node has said; None where it can't be asked, as zeros would do harm
     (`trial.can_be_tried`), numbers would be drawn, the operands are large, or the node refuses them."""
+    done = _done(entry, args, kwargs)
+    return None if done is None else tree_map(lambda v: v._h.meta if isinstance(v, DistributedTensor) else v, done[0])
+
+
+def rehearsed_writes(entry: OpEntry, args: Any, kwargs: Any) -> dict[int | str, Any] | None:
+    """Returns tensors that lie as those that a call writes do afterwards, by their arguments; None as ``rehearsed``."""
+    done = _done(entry, args, kwargs)
+    if done is None:
+        return None
+    _, args, kwargs = done
+    return {
+        where: args[where] if isinstance(where, int) else kwargs[where]
+        for where in entry.writes
+        if (where < len(args) if isinstance(where, int) else where in kwargs)
+    }
+
+
+def _done(entry: OpEntry, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """Does the call with other operands; returns its results, and these."""
     metas = [t._h.meta for t in tree_leaves((args, kwargs)) if isinstance(t, DistributedTensor)]
     size = sum(end_of_memory(meta) * meta.dtype.itemsize for meta in metas)
     if not metas or not entry.tried or entry.draws or size > _LARGE:
@@ -36,12 +55,12 @@ def rehearsed(entry: OpEntry, args: Any, kwargs: Any) -> Any:
         for value in (0, 1):  # a division by zero is refused, and so may an index of one be
             try:
                 with torch.no_grad():
-                    made = unwarned(partial(entry.op, *_filled(args, value), **_filled(kwargs, value)))
+                    filled = _filled(args, value), _filled(kwargs, value)
+                    return unwarned(partial(entry.op, *filled[0], **filled[1])), *filled
             except NodeLost:  # no refusal: nobody else would tell the script
                 raise
             except Exception:
                 continue
-            return tree_map(lambda v: v._h.meta if isinstance(v, DistributedTensor) else v, made)
     finally:
         route.reset(token)
     return None

@@ -295,6 +295,47 @@ def test_a_node_that_does_more_than_this_cpu_is_asked_once(monkeypatch: pytest.M
     assert [questions(n) for n in (2, 3, 4, 4)] == [1, 0, 0, 0]
 
 
+def _refusing(op: Any, args: Any, kwargs: Any) -> Any:
+    raise RuntimeError("the meta kernel refuses all")
+
+
+REFUSED_IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it lies": lambda x: x.mul_(x + 1),
+    "of another geometry": lambda x: x.sum().addbmm_(x.view(1, 2, 3), x.view(1, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PLACE)
+def test_a_first_call_in_place_that_the_meta_kernel_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is recorded as otherwise: a node is asked beside the recording, as it is of other calls."""
+    call, x = REFUSED_IN_PLACE[name], torch.arange(1.0, 7.0)
+    if name == "as it lies":  # torch's own has no such call
+        infer = meta_inference.infer
+        refuse = lambda op, *rest: (_refusing if op is aten.mul_.Tensor else infer)(op, *rest)  # noqa: E731
+        monkeypatch.setattr(meta_inference, "infer", refuse)
+    expected = call(x.clone())
+    for recorded in (False, True):
+        first_calls.forget()
+        y, g = there(x), dt.Graph()
+        if recorded:
+            with dt.graph(g):
+                made = call(y)
+            g.replay()
+        else:
+            made = call(y)
+        true_to_node([made])
+        assert (made.shape, made.stride()) == (expected.shape, expected.stride())
+        assert torch.equal(made.cpu(), expected)
+    first_calls.forget()
+
+
+def test_a_mistake_in_place_is_raised_while_a_graph_is_recorded() -> None:
+    x = there(torch.ones(3))
+    first_calls.forget()
+    with pytest.raises(RuntimeError, match=r"output with shape \[3\] doesn't match"), dt.graph(dt.Graph()):
+        x.mul_(torch.ones(2, 3, device=NODE))
+
+
 def test_the_node_may_take_what_the_meta_kernel_refuses() -> None:
     x = torch.randn(2, 3, 4).transpose(0, 2)
     assert torch.equal(torch.view_copy(x.to(NODE), (4, 6)).cpu(), torch.view_copy(x, (4, 6)))
