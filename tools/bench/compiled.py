@@ -1,15 +1,19 @@
 """python tools/bench/compiled.py [--models vit gpt] [--steps 10] [--repeats 9] [--engine interpreter]
 
-Forward and backward of ten models (compiled_models.py) by the script's CPU time, of the process and of the thread that
-calls: locally in eager, on a node in eager, and on a node by torch.compile, in turns in one process, one compute thread
-on either side; the least of all repeats. Local eager's time has its arithmetic, a node's has not.
+Forward and backward of ten models (compiled_models.py): locally in eager, on a node in eager, and on a node by
+torch.compile, in turns in one process, one compute thread on either side; the least of all repeats. The script's CPU
+time, of the process and of the thread that calls; the node's; and how many steps a second all of it makes, by the
+clock, for which script and node want a free core each. Local eager's CPU time has its arithmetic, the script's of a
+node has not. An engine that compiles is waited for before anything is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +22,14 @@ from compiled_models import MODELS, Made
 import disttensor as dt
 
 Step = Callable[[], None]
+#: Seconds after which a model is measured with whatever runs it then.
+COMPILING = 300
+HEAD = """\
+ms a step  the script's CPU, process | thread           the node's     compiled over              steps a second
+           local          node eager     compiled       eager  comp.   local        node eager    over local's"""
 
 
-def stepper(made: Made, device: str, options: dict[str, str] | None) -> Step:
+def stepper(made: Made, device: str, options: dict[str, Any] | None) -> Step:
     """Returns a step of the model; ``options`` are those of torch.compile, without which it is not compiled."""
     model, batch, labels = made.model.to(device), [x.to(device) for x in made.batch], made.labels.to(device)
     parameters = list(model.parameters())
@@ -36,14 +45,30 @@ def stepper(made: Made, device: str, options: dict[str, str] | None) -> Step:
     return step
 
 
-def turn(step: Step, steps: int) -> tuple[float, float]:
-    """Returns the ms of CPU that a step takes: of the process, until all is done, and of this thread."""
-    process, thread = time.process_time(), time.thread_time()
+def turn(step: Step, steps: int) -> tuple[float, float, float, float]:
+    """Returns the ms that a step takes: of the process' CPU, until all is done, of this thread's, of the node's, and by
+    the clock."""
+    node = dt.run(time.process_time, node=0)
+    clock, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
     for _ in range(steps):
         step()
     thread = time.thread_time() - thread
     dt.synchronize()
-    return (time.process_time() - process) / steps * 1e3, thread / steps * 1e3
+    process, clock = time.process_time() - process, time.perf_counter() - clock
+    spent = process, thread, dt.run(time.process_time, node=0) - node, clock
+    return tuple(seconds / steps * 1e3 for seconds in spent)  # type: ignore[return-value]
+
+
+def wait_for_engines(step: Step, engine: str) -> str:
+    """Steps until what replays on the node is the engine; says what does so in the end."""
+    graphs = [each for each in gc.get_objects() if type(each) is dt.Graph and each.id]
+    until = time.monotonic() + COMPILING
+    while True:
+        found = [pair for graph in graphs for pairs in graph.engines().values() for pair in pairs]
+        if all(name == engine or why for name, why in found) or time.monotonic() > until:
+            return ", ".join(f"{name} ({why})" if why else name for name, why in found)
+        step()
+        time.sleep(0.1)
 
 
 def main() -> None:
@@ -54,7 +79,7 @@ def main() -> None:
     parser.add_argument("--engine", default="interpreter")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("ms of CPU a step, process | thread                   node compiled over local, over node eager", flush=True)
+    print(HEAD, flush=True)
     with dt.init_master_worker(nodes=1, threads=1):
         for name in options.models:
             torch.manual_seed(0)
@@ -63,16 +88,13 @@ def main() -> None:
             steps = [stepper(MODELS[name](), device, how) for device, how in kinds]
             for step in steps:
                 turn(step, 4)
+            engines = wait_for_engines(steps[-1], options.engine) if options.engine != "interpreter" else ""
             rows = [[turn(step, options.steps) for step in steps] for _ in range(options.repeats)]
-            (local, local_), (eager, eager_), (compiled, compiled_) = (
-                tuple(map(min, zip(*column, strict=True))) for column in zip(*rows, strict=True)
-            )
-            print(
-                f"{name:10s} local {local:5.2f} | {local_:5.2f}, node eager {eager:5.2f} | {eager_:5.2f}, node compiled "
-                f"{compiled:5.2f} | {compiled_:5.2f}: {compiled / local:.2f} | {compiled_ / local_:.2f}x, "
-                f"{compiled / eager:.2f} | {compiled_ / eager_:.2f}x",
-                flush=True,
-            )
+            local, eager, compiled = (tuple(map(min, zip(*column, strict=True))) for column in zip(*rows, strict=True))
+            times = "  ".join(f"{process:5.2f} | {thread:5.2f}" for process, thread, *_ in (local, eager, compiled))
+            over = "  ".join(f"{compiled[0] / it[0]:4.2f} | {compiled[1] / it[1]:4.2f}" for it in (local, eager))
+            row = f"{times}  {eager[2]:5.2f}  {compiled[2]:5.2f}   {over}   {local[3] / compiled[3]:.2f}  {engines}"
+            print(f"{name:11s}{row}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class Unet(nn.Module):
         self.head = nn.Conv2d(8, 10, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen = []
+        seen: list[torch.Tensor] = []
         for part in self.down:
             x = part(x if not seen else F.max_pool2d(x, 2))
             seen.append(x)
@@ -193,6 +193,8 @@ class Dlrm(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(200, width) for _ in range(tables))
         self.bottom = layers(13, 64, 64, width)
         pairs = torch.tril_indices(tables + 1, tables + 1, -1)
+        self.rows: torch.Tensor
+        self.columns: torch.Tensor
         self.register_buffer("rows", pairs[0])
         self.register_buffer("columns", pairs[1])
         self.top = layers(width + pairs.shape[1], 64, 64, 2)
