@@ -18,10 +18,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from ..dispatch.call_site import calling_compiled, is_users_file
+from ..dispatch.dispatch import scalar
 from ..graphs.recorded import Recorded, record
 from ..graphs.traced_numbers import Tape
 from ..proxy.proxy import DistributedTensor
@@ -45,7 +47,9 @@ def compile_for_nodes(model: GraphModule, inputs: Sequence[Any], engine: str) ->
     from torch._dynamo.exc import TorchDynamoException
 
     backend = aot_autograd(
-        fw_compiler=partial(_compiled, engine),
+        fw_compiler=partial(_compiled_forward, engine),
+        bw_compiler=partial(_compiled, engine),
+        inference_compiler=partial(_compiled, engine),
         partition_fn=min_cut_rematerialization_partition,  # that of aot_eager, whose numbers these are to be
         keep_inference_input_mutations=True,
     )
@@ -58,11 +62,19 @@ def compile_for_nodes(model: GraphModule, inputs: Sequence[Any], engine: str) ->
         return model.forward
 
 
-def _compiled(engine: str, model: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+def _compiled_forward(engine: str, model: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compiles a graph whose results are the caller's and, after these, what its backward needs."""
+    return _compiled(engine, model, inputs, TracingContext.get().fw_metadata.num_forward_returns)  # type: ignore[union-attr]
+
+
+def _compiled(
+    engine: str, model: GraphModule, inputs: Sequence[Any], returned: int | None = None
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """``returned``: how many of the results are the caller's, if not all."""
     keep_linear_whole(model.graph)
     model.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
     model.recompile()
-    compiled = CompiledGraph(model, engine)
+    compiled = CompiledGraph(model, engine, returned)
 
     def run(args: list[Any]) -> Sequence[Any]:
         return compiled(args)
@@ -75,16 +87,22 @@ class CompiledGraph:
     """A graph forward or backward. Its first call with some metadata runs operator by operator, the second is recorded,
     and it and all others are played."""
 
-    def __init__(self, model: GraphModule, engine: str) -> None:
+    def __init__(self, model: GraphModule, engine: str, returned: int | None) -> None:
         self._model = model
         self._engine = engine
+        self._returned = returned
         self._recordings: OrderedDict[Hashable, Recorded | None] = OrderedDict()
         #: the key that was used last, and its recording
         self._last: tuple[Hashable, Recorded | None] = (None, None)
         self._by_operator = False
+        #: the arguments that are tensors of the script's, 0-dim ones, and a device of the place that they are sent to
+        self._local: list[int] = []
+        self._device = torch.device("node")
         _graphs.add(self)
-        if reason := _local_part(model.graph):
-            self._give_up(reason)
+        try:
+            self._local, self._device = _local_arguments(model.graph, returned)
+        except GraphError as error:
+            self._give_up(str(error))
 
     def clear(self) -> None:
         self._recordings.clear()
@@ -93,6 +111,8 @@ class CompiledGraph:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self._by_operator or route.get().recorder is not None:
             return self._model.forward(args)  # type: ignore[no-any-return]
+        if self._local:
+            self._send(args)
         metas = tuple([arg._h.meta if type(arg) is DistributedTensor else arg for arg in args])
         key = metas, varied.get(), id(current.session())
         last, recorded = self._last
@@ -116,10 +136,17 @@ class CompiledGraph:
         args.clear()
         return results
 
+    def _send(self, args: list[Any]) -> None:
+        """Has numbers of the script's travel as operands do. A forward graph gives its own to the backward as sent."""
+        place = current.session().places.of(self._device).host
+        for i in self._local:
+            if type(args[i]) is not DistributedTensor:
+                args[i] = scalar(args[i], place)
+
     def _record(self, args: list[Any]) -> Recorded:
         tensors = [i for i, arg in enumerate(args) if type(arg) is DistributedTensor]
         recorded = record(self._traced, args, tensors, self._engine, distinct=True)
-        if any(isinstance(result, torch.Tensor) for result in recorded.results):
+        if any(isinstance(result, torch.Tensor) for result in recorded.results[: self._returned]):
             raise GraphError("a result is a tensor that no operation of the graph makes")
         return recorded
 
@@ -153,18 +180,40 @@ def _say_by_operator(graph: Graph, reason: str) -> None:
     )
 
 
-def _local_part(graph: Graph) -> str:
-    """Says which tensors of the script's a graph has that may be others at each call; "" if none."""
-    for node in graph.nodes:
+def _local_arguments(graph: Graph, returned: int | None) -> tuple[list[int], torch.device]:
+    """Returns which arguments are tensors of the script's, and a device of the graph's.
+
+    These are sent, and so is computed on nodes what is computed of them: that goes for numbers, 0-dim tensors that are
+    not written, where it is plain which nodes. Raises GraphError for others, and where results are the script's.
+    """
+    found = list[int]()
+    made = set[Node]()  #: the local tensors that are arguments, or made of these
+    devices = dict.fromkeys(node.meta["val"].device for node in graph.nodes if _is_tensor(node) and not _is_local(node))
+    for i, node in enumerate(graph.nodes):
         if node.op == "output":
-            if any(isinstance(result, Node) and _is_local(result) for result in tree_leaves(node.args)):
-                return "a result is a tensor of the script's"
+            if any(isinstance(result, Node) and _is_local(result) for result in tree_leaves(node.args)[:returned]):
+                raise GraphError("a result is a tensor of the script's")
         elif _is_local(node):
             if node.op == "placeholder":
-                return "an argument is a tensor of the script's"
+                found.append(i)
+            if node.op == "placeholder" or made & set(node.all_input_nodes):
+                made.add(node)
+                if not _is_tensor(node) or node.meta["val"].dim() or _writes(node):
+                    raise GraphError("an argument is a tensor of the script's")
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                return f"{node.target} draws random numbers in the script"
-    return ""
+                raise GraphError(f"{node.target} draws random numbers in the script")
+    if found and len({current.session().places.of(device).host for device in devices}) != 1:
+        raise GraphError("an argument is a tensor of the script's, and the nodes are several")
+    return found, next(iter(devices), torch.device("node"))
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_local(node: Node) -> bool:

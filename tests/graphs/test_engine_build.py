@@ -8,6 +8,7 @@ import os
 import random
 import re
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -340,6 +341,44 @@ def test_a_graph_on_a_node_changes_over_to_compiled_code() -> None:
             compiled += engine == "inductor"
 
 
+COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as in test_compile.py
+@pytest.mark.skipif(COMPILER is None, reason="neither g++ nor clang++, nor what $CXX says, is on this machine")
+def test_what_torch_compile_records_on_a_mesh_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, of which both nodes take what lies in one folder then."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    here = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    with dt.init_master_worker(nodes=2, threads=1):
+        mesh = dt.mesh(dp=2)
+        net, xs, ys = copy.deepcopy(here).to(mesh.device), x.to(mesh.device), y.to(mesh.device)
+        loss_of = torch.compile(lambda: F.cross_entropy(net(xs), ys), options={"engine": "inductor"})
+        F.cross_entropy(here(x), y).backward()
+
+        def step() -> None:
+            loss_of().backward()
+            for p, q in zip(net.parameters(), here.parameters(), strict=True):
+                assert p.grad is not None
+                assert all(torch.allclose(shard.cpu(), q.grad, atol=1e-6) for shard in p.grad.shards())  # type: ignore[attr-defined, arg-type]
+                p.grad = None
+
+        for _ in range(3):
+            step()
+        for node in range(2):
+            dt.run(built_all, node=node)
+        step()
+        graphs = [each.engines() for each in gc.get_objects() if type(each) is dt.Graph and each.id]
+        assert graphs == [{0: [("inductor", "")], 1: [("inductor", "")]}] * 2
+    torch.compiler.reset()
+    assert len(list((tmp_path / "disttensor").glob("*/model.so"))) == 2
+
+
 @pytest.mark.parametrize(
     ("engine", "why"),
     [
@@ -390,6 +429,13 @@ def test_a_session_that_ends_while_its_node_compiles(tmp_path: Path, monkeypatch
         os.kill(child, 0)
     assert {path.suffix for path in (tmp_path / "disttensor").iterdir()} <= {".lock", ".draft"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "disttensor").iterdir())
+
+
+def built_all() -> None:
+    """Waits until this node has nothing to build."""
+    (found,) = (b for b in gc.get_objects() if type(b) is Builder)
+    if (thread := found._thread) is not None:
+        thread.join()
 
 
 def compiling() -> int:

@@ -355,7 +355,8 @@ def test_what_is_recorded_is_what_is_run(name: str, home: Home) -> None:
 
 FALLBACKS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str]] = {
     "a wait": (lambda a, k: a * (a.sum().cpu() + 1).to(a.device), "a copy to the master"),
-    "an argument": (lambda a, k: (a * k).sin(), "an argument is a tensor of the script's"),
+    "an argument": (lambda a, k: a * torch.stack([k, k]).sum().sin().to(a.device), "an argument is a tensor"),
+    "a written one": (lambda a, k: a * k.clone().add_(1).to(a.device) + k.mul_(2), "an argument is a tensor"),
     "a result": (lambda a, k: a.sum().cpu() + 1, "a result is a tensor of the script's"),
     "random numbers": (lambda a, k: a + torch.rand(3).to(a.device), "draws random numbers in the script"),
 }
@@ -375,6 +376,33 @@ def test_what_cannot_be_recorded_is_said_once(name: str) -> None:
             assert torch.equal(y.cpu(), f(x, torch.tensor(k)))
     (warned,) = caught
     assert reason in str(warned.message)
+
+
+def _scaled(x: torch.Tensor, k: float, n: int, c: torch.Tensor) -> Any:
+    """Uses numbers as operands, among themselves, in what is saved for the backward, and as a factor's dtype says."""
+    y = (x * k).sin() * (k * n + 1) / c
+    return y, (x.detach() > k).long() * c
+
+
+def test_numbers_that_change(home: Home) -> None:
+    """A float argument is a tensor of the script's for dynamo, once it has changed, as 0-dim tensors are anyway. It
+    travels as an operand's value does, and what is recorded takes it."""
+    results = []
+    for where, backend in zip((home, HERE), ("inductor", "aot_eager"), strict=True):
+        x = where.send(torch.arange(6.0).view(2, 3).requires_grad_())
+        compiled, found = torch.compile(_scaled, backend=backend, fullgraph=True), []
+        for i in range(6):
+            with testing.MessageLog() as forward:
+                y, z = compiled(x, 0.1 + i, 3, torch.tensor(2.0 + i, dtype=torch.float64))
+            with testing.MessageLog() as backward:
+                (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            found += [y.detach(), z, gradient]
+            if i > 4 and where is home:
+                (names,) = {tuple(names) for names in _commands(forward, home)}
+                assert names == ("Call aten::scalar_tensor",) * 2 + ("Replay",)
+                assert {tuple(names)[-1] for names in _commands(backward, home)} == {"Replay"}
+        results.append(found)
+    home.same(*results)
 
 
 class Layers(torch.nn.Module):
