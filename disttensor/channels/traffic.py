@@ -124,7 +124,7 @@ def _count(session: Session) -> list[Traffic]:
             node.outbox.add(c.Count(request.id))
             requests.append(request)
     link.sender.flush_all()
-    own = (*count(session.router.data.values()), *session.transfers.upload_rows())
+    own = (*count(session.router.data.values()), *session.transfers.rows_by_command())
     rows = [_traffic(MASTER, *row) for row in own]
     for request in requests:
         with suppress(NodeLost), link.unheard():

@@ -133,14 +133,18 @@ def fill(target: DistributedTensor, tensor: torch.Tensor, non_blocking: bool = F
 
 def fetch(tensor: DistributedTensor) -> torch.Tensor:
     """Returns a local, contiguous copy. Waits for the node; raises the error that made the tensor fail, or NodeLost."""
-    place = tensor._place
-    transfers = session_of(place).transfers
-    transfers.may_begin(place)
-    ref = tensor._h.ref or materialise(tensor._h)
+    handle = tensor._h
+    place = handle.meta.place
+    transfers = place.session.transfers
+    ref = handle.ref
+    if not ref:
+        transfers.may_begin(place)
+        ref = materialise(handle)
     # a mesh has a value only where all ranks have the same one, which they are asked for
     if isinstance(place, MeshPlace):
         return _fetch_agreed(tensor, place, ref)
-    return transfers.download(tensor, place, ref, here())
+    local: torch.Tensor = transfers.download(tensor, place, ref, here())
+    return local
 
 
 def fetch_into(target: torch.Tensor, tensor: DistributedTensor) -> None:
@@ -175,10 +179,13 @@ def _is_like(target: torch.Tensor, tensor: DistributedTensor) -> bool:
 def _fetch_agreed(tensor: DistributedTensor, place: MeshPlace, ref: int) -> torch.Tensor:
     """Returns the value that all nodes of a mesh have. Raises RanksDiffer where they have different ones."""
     session, site = session_of(place), here()
-    transfers = session.transfers
-    if tensor.numel() * tensor.element_size() > SMALL:
+    transfers, nbytes = session.transfers, tensor._h.meta.nbytes
+    transfers.may_begin(place)
+    if nbytes > SMALL:
         place.session.ask(place, c.Digested, lambda id: c.Digest(id, ref), site)
         return transfers.download(tensor, place.members[0], ref, site)
+    if transfers.by_reply(nbytes, place):
+        return transfers.download(tensor, place, ref, site)
     arrivals = [transfers.fetch(tensor, member, ref, None, site) for member in place.members]
     causes: list[c.Poisoned | None] = []
     for member, arrival in zip(place.members, arrivals, strict=True):

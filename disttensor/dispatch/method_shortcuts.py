@@ -1,4 +1,4 @@
-"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``.
+"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``, ``x.cpu()``.
 
 Torch's path from a method to `dispatch` costs more than dispatch itself. Where no mode is active above dispatch (no
 gradient to record, no mode, no autocast, no transform) a method here looks its plan up and issues at once. All other
@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from ..proxy.proxy import DistributedTensor
+from .call_site import here
 from .dispatch import issue
 from .op_table import enter
 
@@ -30,6 +31,7 @@ _transforms = torch._C._are_functorch_transforms_active
 #: The bound of integers that can be sent; torch raises the error for larger ones.
 _WIDE = 1 << 63
 _NOTHING = type(None)
+_PRESERVE = torch.preserve_format
 
 
 # The six checks for active modes between a method and dispatch (gradients aside) are written out below. They cost a
@@ -84,6 +86,26 @@ def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method ``cpu``, which needs no plan. Neither inference mode nor autocast changes what it does."""
+
+    def method(self: Any, *, memory_format: torch.memory_format = _PRESERVE) -> Any:
+        if (
+            memory_format is _PRESERVE
+            and type(self) is DistributedTensor
+            and (h := self._h).ref
+            and h.meta.in_order
+            and not (_modes() or _dispatch_modes() or _transforms())
+            and forward_ad._current_level < 0
+            and not (self.requires_grad and _grad())
+        ):
+            place = h.meta.place
+            return place.session.transfers.download(self, place, h.ref, here())
+        return original(self, memory_format=memory_format)
+
+    return method
+
+
 _BINARY: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("add", "__add__", "__radd__"),
     "sub.Tensor": ("sub", "__sub__"),
@@ -111,13 +133,13 @@ def install() -> None:
     """Gives DistributedTensor the methods of this file. A second call does nothing."""
     if "add" in vars(DistributedTensor):
         return
+    made = {"cpu": _cpu(torch.Tensor.cpu)}
     for table, make in ((_BINARY, _binary), (_UNARY, _unary)):
         for name, methods in table.items():
             packet, overload = name.split(".")
             op = getattr(getattr(aten, packet), overload)
-            for method in methods:
-                original = getattr(torch.Tensor, method)
-                wrapped = make(op, original)
-                wrapped.__name__ = method
-                wrapped.__doc__ = original.__doc__
-                setattr(DistributedTensor, method, wrapped)
+            made |= {method: make(op, getattr(torch.Tensor, method)) for method in methods}
+    for method, wrapped in made.items():
+        wrapped.__name__ = method
+        wrapped.__doc__ = getattr(torch.Tensor, method).__doc__
+        setattr(DistributedTensor, method, wrapped)

@@ -21,7 +21,7 @@ from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..session import caches, holdings
-from ..session.places import Place
+from ..session.places import MeshPlace, Place
 
 _refs = count(1)
 #: Mints refs, which are never reused, in no session.
@@ -52,7 +52,10 @@ _ages = count()
 class Meta:
     """The metadata of a remote tensor, immutable and interned: plans are cached by the identity of operands' metas."""
 
-    __slots__ = ("bits", "dead", "device", "dtype", "make", "nbytes", "offset", "place", "shape", "stand_in", "stride")
+    __slots__ = (
+        "bits", "dead", "device", "dtype", "in_order", "make", "nbytes", "offset", "place", "shape", "stand_in",
+        "stride",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,12 +75,16 @@ class Meta:
         self.bits = bits
         self.device = place.device
         self.dead = place.dead
+        plain = stride == contiguous(shape)
+        #: whether the tensor is on one node, and lies there as a local copy of it does
+        # a mesh's gradients are summed where autograd has them copied to the script
+        self.in_order = plain and bits == _PLAIN and not isinstance(place, MeshPlace) and self.device.type != "cpu"
         #: makes a bare proxy with this metadata; prebuilt, because it is most of an operation's cost
         self.make: Callable[[], Any] = partial(
             torch.Tensor._make_wrapper_subclass,
             _proxies[0],
             shape,
-            *_described(shape, stride, offset),
+            *_described(stride, offset, plain),
             None,
             dtype,
             torch.strided,
@@ -146,11 +153,11 @@ def lines_of(refs: Collection[int]) -> dict[int, Site]:
     return {ref: site for ref, (_, site) in found.items()}
 
 
-def _described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> tuple[Any, Any]:
+def _described(stride: tuple[int, ...], offset: int, plain: bool) -> tuple[Any, Any]:
     """Returns strides and offset as torch parses them fastest: None for torch's own defaults."""
     if offset:
         return stride, offset
-    return (None if stride == contiguous(shape) else stride), None
+    return (None if plain else stride), None
 
 
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> torch.Tensor:

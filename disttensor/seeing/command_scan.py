@@ -124,6 +124,8 @@ class CommandScan:
         match inner:
             case c.Upload():
                 event = event._replace(name="an upload")
+            case c.Download():
+                event = event._replace(name="a download")
             case c.Recv(peer=peer, transfer=transfer):
                 name = "an upload" if peer == MASTER else f"a copy from node {peer}"
                 event = event._replace(name=name, peer=peer, transfer=transfer, arrives=True)

@@ -212,7 +212,10 @@ def _places(session: Session) -> dict[int, str]:
 def _traffic(session: Session) -> dict[int, tuple[int, int]]:
     """Returns the bytes that the script has sent to each node, and received from it."""
     found: dict[int, tuple[int, int]] = {}
-    for _, _, peer, sent, received in count(list(session.router.data.values())):
+    for _, _, peer, sent, received in (
+        *count(list(session.router.data.values())),
+        *session.transfers.rows_by_command(),
+    ):
         before = found.get(peer, (0, 0))
         found[peer] = before[0] + sent[1], before[1] + received[1]
     return found

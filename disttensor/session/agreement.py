@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from ..runtime.channel.payload import of_bytes
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.errors import RanksDiffer
@@ -28,18 +29,21 @@ def agreed(place: MeshPlace, replies: Sequence[c.Reply]) -> c.Reply:
     if check is None:
         return place.one  # raises: what is asked is for one node
     key, said = check
-    one(place, [key(reply) for reply in replies], [said(reply) for reply in replies])
+    keys = [key(reply) for reply in replies]
+    if len({*keys}) > 1:
+        one(place, keys, [said(reply) for reply in replies])
     return replies[0]
 
 
 def agreed_bytes(place: MeshPlace, tensors: Sequence[torch.Tensor]) -> None:
     """Raises RanksDiffer unless these local tensors, one of each member, have the same bytes."""
 
-    def words(tensor: torch.Tensor) -> str:
-        return str(tensor.tolist()) if tensor.numel() <= _SHORT else f"{tuple(tensor.shape)} {tensor.dtype}"
-
     keys = [as_bytes(tensor.contiguous()).numpy().tobytes() for tensor in tensors]
-    one(place, keys, [words(tensor) for tensor in tensors])
+    one(place, keys, [_shown(tensor) for tensor in tensors])
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return str(tensor.tolist()) if tensor.numel() <= _SHORT else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def one(place: MeshPlace, keys: Sequence[Hashable], said: Sequence[str]) -> None:
@@ -77,6 +81,11 @@ def _geometries(reply: c.Shapes) -> Hashable:
     return reply.outs
 
 
+def _elements(reply: c.Downloaded) -> str:
+    dtype = codec.dtype_of_data(reply.dtype, reply.shape, reply.data)
+    return _shown(of_bytes(reply.data, dtype, reply.shape))
+
+
 def _storage(reply: c.StorageInfo) -> Hashable:
     """Names and addresses are each node's own."""
     return reply.bytes, reply.offset, reply.stride
@@ -88,6 +97,7 @@ _KINDS: dict[type[c.Reply], tuple[Callable[..., Hashable], Callable[..., str]]] 
     c.Shapes: (_geometries, lambda reply: f"shape {[None if g is None else g.shape for g in reply.outs]}"),
     c.StorageInfo: (_storage, lambda reply: f"a memory of {reply.bytes} bytes"),
     c.Digested: (lambda reply: reply.digest, lambda reply: f"bytes with hash {reply.digest.hex()[:8]}..."),
+    c.Downloaded: (lambda reply: (reply.shape, reply.dtype, reply.data), _elements),
     c.Done: (lambda reply: (), lambda reply: "done"),
     c.RngState: (lambda reply: reply.state, lambda reply: "a generator's state"),
 }

@@ -59,13 +59,20 @@ class Owner(Protocol):
     link: Link
     allow: AllowList  #: the operators that nodes may run
     places: Places
+    transfers: Any  #: its Transfers
     check: Any  #: what ``verify=`` has called in the place of copies and collectives
 
     @property
     def nodes(self) -> list[Node]: ...
 
     def ask(
-        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
+        self,
+        place: Place,
+        kind: type[R],
+        command: Callable[[int], c.Command],
+        site: Site | None,
+        due: int = 0,
+        what: str = "this operation",
     ) -> R: ...
 
     def flush(self, outbox: CommandQueue) -> None: ...

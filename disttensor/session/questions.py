@@ -19,7 +19,7 @@ from .agreement import agreed
 from .places import MeshPlace, Place, R
 
 #: Replies that a line of the script waits for because it asks for a value.
-_VALUES = (c.Answer, c.Shapes)
+_VALUES = (c.Answer, c.Shapes, c.Downloaded)
 
 
 class Questions:
@@ -31,15 +31,21 @@ class Questions:
         self.coordinates: Callable[[int], str] = lambda rank: ""
 
     def ask(
-        self, place: Place, kind: type[R], command: Callable[[int], c.Command], site: Site | None, due: int = 0
+        self,
+        place: Place,
+        kind: type[R],
+        command: Callable[[int], c.Command],
+        site: Site | None,
+        due: int = 0,
+        what: str = "this operation",
     ) -> R:
         """Sends everything that is queued anywhere, then a request; waits for the reply, which is of this ``kind``, and
-        has ``due`` reasons if it is Unusable.
+        has ``due`` reasons if it is Unusable. ``what``: the operation, for errors.
 
         ``command`` makes the command from the request's id. Raises the error that made an operand fail, NodeLost,
         GraphError while a graph is recorded.
         """
-        waits("this operation")
+        waits(what)
         if late_warnings.pending:
             late_warnings.show_warnings()
         return self.ask_now(place, kind, command, site, due)

@@ -18,7 +18,7 @@ import torch
 from ..errors import late_warnings
 from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from ..runtime.channel.counted import BY_COMMANDS, Figures, Row, TransferTally
-from ..runtime.channel.payload import bytes_of, scratch
+from ..runtime.channel.payload import bytes_of, of_bytes, scratch
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
@@ -28,7 +28,8 @@ from ..runtime.process import undertakings
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import ChannelError, PoisonedError
+from ..runtime.protocol.dtypes import IDS
+from ..runtime.protocol.errors import ChannelError, DisttensorError, PoisonedError
 from ..runtime.protocol.transfer_ids import ORDERED
 from . import holdings
 from .channel_router import ChannelRouter
@@ -37,8 +38,13 @@ from .waits import Waits
 
 #: Uploads up to this many bytes travel with the commands.
 SMALL = 64 << 10
+#: Downloads up to this many bytes travel with the replies. Where more would, they are encrypted for longer than a data
+#: channel of one host takes.
+REPLIED = 32 << 10
 #: The most bytes of copies on their way. A larger upload waits, as a copy from pageable memory does in CUDA.
 STAGE = 64 << 20
+#: A download in words.
+DOWN = "a copy to the master"
 #: Seconds between two looks whether data that is arriving in a user's tensor goes on to do so.
 _ARRIVING = 0.05
 
@@ -73,6 +79,17 @@ def _arrive(channel: DataChannel, tensor: torch.Tensor, node: int, transfer: int
     return Arrival(channel.irecv(tensor, node, transfer), lambda: tensor)
 
 
+def _by_rank(tallies: dict[tuple[int, ...], TransferTally]) -> dict[int, Figures]:
+    """Returns the sums for each node of counts by the nodes that have taken part."""
+    sums: dict[int, Figures] = {}
+    for ranks, tally in list(tallies.items()):
+        for rank in ranks:
+            calls, nbytes, seconds = sums.get(rank, (0, 0, 0.0))
+            more = tally.figures()
+            sums[rank] = calls + more[0], nbytes + more[1], seconds + more[2]
+    return sums
+
+
 def _words_of_upload(node: int, nbytes: int, transfer: Transfer) -> str:
     done, seconds = transfer.passed() or (0, 0.0)
     text = f"uploading to node {node}: {f'{holdings.size(done)} of ' if done else ''}{holdings.size(nbytes)}"
@@ -101,8 +118,9 @@ class Transfers:
         self.link, self.router = link, router
         self._failure, self._sync = failure, sync
         self._numbers = count(1)
-        #: the uploads that travelled with commands, by the nodes that got them
+        #: the uploads that travelled with commands, and the downloads with replies, by the nodes that have taken part
         self.uploads: defaultdict[tuple[int, ...], TransferTally] = defaultdict(TransferTally)
+        self.downloads: defaultdict[tuple[int, ...], TransferTally] = defaultdict(TransferTally)
         self.staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
         self.arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
         self._beginning = threading.RLock()  #: held while a transfer begins at both ends
@@ -126,10 +144,16 @@ class Transfers:
     def by_command(self, nbytes: int, place: Place) -> bool:
         """Returns whether an upload of so many bytes to a place travels with the commands: it is SMALL, and no data
         channel was selected for it."""
-        if nbytes > SMALL or not self.router.rules:
-            return nbytes <= SMALL
+        return nbytes <= SMALL and not (self.router.rules and self._is_selected("upload", nbytes, place))
+
+    def by_reply(self, nbytes: int, place: Place) -> bool:
+        """Returns whether a download of so many bytes travels with the replies: no more than REPLIED do, nor what a
+        data channel was selected for."""
+        return nbytes <= REPLIED and not (self.router.rules and self._is_selected("download", nbytes, place))
+
+    def _is_selected(self, op: str, nbytes: int, place: Place) -> bool:
         device = "cuda" if place.is_cuda() else "cpu"
-        return all(self.router.selected("upload", device, nbytes, (MASTER, rank)) is None for rank in place.ranks)
+        return any(self.router.selected(op, device, nbytes, (MASTER, rank)) is not None for rank in place.ranks)
 
     def upload(
         self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None, non_blocking: bool = False
@@ -197,15 +221,12 @@ class Transfers:
         self.uploads[place.ranks].add(nbytes, began)
         return due
 
-    def upload_rows(self) -> list[Row]:
-        """Returns the counts of the uploads that travelled with commands, to each node."""
-        sums: dict[int, Figures] = {}
-        for ranks, tally in list(self.uploads.items()):
-            for rank in ranks:
-                calls, nbytes, seconds = sums.get(rank, (0, 0, 0.0))
-                more = tally.figures()
-                sums[rank] = calls + more[0], nbytes + more[1], seconds + more[2]
-        return [(BY_COMMANDS, "transfers", rank, sent, (0, 0, 0.0)) for rank, sent in sorted(sums.items())]
+    def rows_by_command(self) -> list[Row]:
+        """Returns the counts of the copies that travelled with commands and replies, of each node."""
+        sent, received = _by_rank(self.uploads), _by_rank(self.downloads)
+        none: Figures = (0, 0, 0.0)
+        ranks = sorted({*sent, *received})
+        return [(BY_COMMANDS, "transfers", rank, sent.get(rank, none), received.get(rank, none)) for rank in ranks]
 
     def _number(self, op: str, place: NodePlace, nbytes: int) -> int:
         """Returns the number of the channel for a copy between the master and a place."""
@@ -223,16 +244,36 @@ class Transfers:
             outbox.add(there, site)
             return transfer
 
-    def download(self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> torch.Tensor:
-        """Returns a local, contiguous copy of the tensor ``ref`` at ``place``; ``tensor`` has its shape and dtype.
-        Waits.
+    def download(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> torch.Tensor:
+        """Returns a local, contiguous copy of the tensor ``ref`` at ``place``, which is a mesh only for what travels
+        ``by_reply``; ``tensor`` is its proxy. Waits.
 
-        Raises as ``wait_for_transfer``.
+        Raises as ``wait_for_transfer``; RanksDiffer where the ranks of a mesh have different ones.
         """
-        began = time.perf_counter()
+        began, meta = time.perf_counter(), tensor._h.meta  # type: ignore[attr-defined]  # it is a proxy
+        if self.by_reply(meta.nbytes, place):
+            # as a question for a value is answered: the elements come with the reply
+            reply = place.session.ask(place, c.Downloaded, lambda id: c.Download(id, ref), site, what=DOWN)
+            return self._take_download(reply, meta, place, began)
+        self.may_begin(place)
+        # what does not travel with replies comes from one of a mesh's nodes
+        assert isinstance(place, NodePlace)
         receiving, transfer, _ = self._begin_download(tensor, place, ref, None, site)
         self._end_download(receiving, transfer, place, site, began)
         return receiving.tensor
+
+    @uninterrupted
+    def _take_download(self, reply: c.Downloaded, meta: Any, place: Place, began: float) -> torch.Tensor:
+        """Counts a download and returns its tensor: uninterrupted, as ``_queue_upload`` is. Raises DisttensorError for
+        another tensor than one with this ``meta``."""
+        shape, dtype, data = meta.shape, meta.dtype, reply.data
+        if reply.shape != shape or reply.dtype != IDS[dtype] or len(data) != meta.nbytes:
+            raise DisttensorError(
+                f"{place} has sent {len(data)} bytes of dtype {reply.dtype} {reply.shape!s:.500}, and was asked for "
+                f"{meta.nbytes} of {IDS[dtype]} {shape}"
+            )
+        self.downloads[place.outbox.ranks].add(len(data), began)
+        return of_bytes(data, dtype, shape)
 
     def may_receive_into(self, target: torch.Tensor, place: NodePlace) -> bool:
         """Returns whether ``download_into`` can be used: the channel gives a user's tensor back when the wait ends."""
@@ -268,7 +309,7 @@ class Transfers:
     def may_begin(self, place: Place) -> None:
         """Raises the error that keeps a copy from ``place`` from beginning: NodeLost, GraphError while a graph is
         recorded."""
-        waits("a copy to the master")
+        waits(DOWN)
         self.link.check(place.outbox)
 
     def _download_channel(self, place: NodePlace, nbytes: int) -> int:

@@ -400,7 +400,7 @@ class CheckedTransfers(Transfers):
     ) -> None:
         self._check.upload(super().upload, tensor, place, ref, site, non_blocking)
 
-    def download(self, tensor: torch.Tensor, place: NodePlace, ref: int, site: Site | None) -> torch.Tensor:
+    def download(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> torch.Tensor:
         return self._check.download(super().download, tensor, place, ref, site)
 
     def fetch(

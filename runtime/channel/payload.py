@@ -17,6 +17,15 @@ _IDS = {dtype: number for dtype, number in IDS.items() if dtype not in QUANTIZED
 DTYPES: tuple[torch.dtype, ...] = tuple(_IDS)
 
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}
+#: dtypes of which torch makes empty tensors without a warning, and under any of its switches
+_EVERYDAY = frozenset(
+    (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+)  # fmt: skip
+_CPU = torch.device("cpu")
+_empty, _move = torch.empty, ctypes.memmove
 _PyBUF_WRITE = 0x200
 _from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -86,6 +95,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Returns a copy of a tensor's elements. Raises TypeError as ``dtype_id``."""
+    if tensor.layout is torch.strided and tensor.dtype in _EVERYDAY and (at := tensor.data_ptr()) and is_plain(tensor):
+        return ctypes.string_at(at, tensor.nbytes)
     dtype_id(tensor)
     elements = plain(tensor)
     return ctypes.string_at(elements.data_ptr(), elements.nbytes)
@@ -93,9 +104,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a plain tensor whose elements are these bytes, which have to be as many."""
-    tensor = torch.empty(len(data), dtype=torch.uint8, device="cpu").view(dtype).view(shape)  # bytes: as in scratch
-    ctypes.memmove(tensor.data_ptr(), data, len(data))
-    return of_its_own(tensor)
+    # Not by way of a view where that can be had without: a script that has waited runs cold, where each call of torch's
+    # takes some microseconds.
+    if dtype in _EVERYDAY:
+        tensor = _empty(shape, dtype=dtype, device=_CPU)
+    else:  # bytes: as in scratch
+        tensor = of_its_own(torch.empty(len(data), dtype=torch.uint8, device=_CPU).view(dtype).view(shape))
+    _move(tensor.data_ptr(), data, len(data))
+    return tensor
 
 
 def of_its_own(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ MIN_BATCH = 2
 #: The most refs in one Free; bounds its size below a message's limit whatever the distances.
 MAX_FREE = 100_000
 #: The bytes of data among queued commands with which they leave, however few they are.
-MAX_DATA = 512 << 10
+MAX_DATA = 192 << 10
 #: The number of commands between two sweeps of dead refs.
 SWEEP = 16
 #: Fewer dead refs than this are left to the end of the batch.

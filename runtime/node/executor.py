@@ -227,7 +227,7 @@ class CommandExecutor(NodeState):
                 torch.set_default_dtype(codec.dtype_of(command.dtype))
             case c.Switch():
                 self.switch(command)
-            case c.Upload() | c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
+            case c.Upload() | c.Download() | c.Seed() | c.Swap() | c.Random() | c.Keep() | c.Storage() | c.Digest():
                 made = self.effect(command, self.tensor)
                 store.entries.update(zip(TRAITS[type(command)].makes(command, None), made, strict=True))
             case c.Sync():

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ..channel.base import MASTER, Arrival
 from ..channel.counted import BY_COMMANDS, Row, TransferTally, count
 from ..channel.opened import Channels
-from ..channel.payload import of_bytes
+from ..channel.payload import bytes_of, of_bytes
 from ..collective.shared_pages import SharedPagesOfGroups
 from ..host.cuda_devices import in_use
 from ..host.memory_limit import begin_peak, memory_left, resident
@@ -89,6 +89,7 @@ class NodeState:
         self.channels = channels
         self.channel = channels.data[0]  #: the session's own
         self.uploads = TransferTally()  #: those that travelled with commands
+        self.downloads = TransferTally()  #: those that travelled with replies
         self.shared_pages = SharedPagesOfGroups()
         self.functions = functions
         functions.rank = rank
@@ -349,6 +350,12 @@ class NodeState:
                 return [_generator(self.device(command.device))]
             case c.Upload():
                 return [self._unpacked(command)]
+            case c.Download():
+                began, found = time.perf_counter(), tensor(command.ref)
+                data = bytes_of(found)
+                self.downloads.add(len(data), began)
+                dtype = codec.dtype_id(found.dtype)
+                self.emit(c.Downloaded(command.request, tuple(found.shape), dtype, data))
             case c.Storage():
                 found = tensor(command.ref)
                 storage = found.untyped_storage()
@@ -366,11 +373,9 @@ class NodeState:
 
     def _unpacked(self, command: c.Upload) -> torch.Tensor:
         """Returns the tensor that a command has the bytes of. Raises ProtocolError where they are not as many."""
-        began, dtype, shape = time.perf_counter(), codec.dtype_of(command.dtype), command.shape
-        codec.check_shape(shape, dtype.itemsize)
-        if math.prod(shape) * dtype.itemsize != len(command.data):
-            raise ProtocolError(f"{len(command.data)} bytes are none of {dtype} {shape}")
-        tensor = of_bytes(command.data, dtype, shape)
+        began = time.perf_counter()
+        dtype = codec.dtype_of_data(command.dtype, command.shape, command.data)
+        tensor = of_bytes(command.data, dtype, command.shape)
         device = self.device(command.device)
         if device.type != "cpu":
             tensor = tensor.to(device)
@@ -378,9 +383,10 @@ class NodeState:
         return tensor
 
     def traffic(self) -> tuple[Row, ...]:
-        """Returns the counts of what the data channels have carried, and of uploads that travelled with commands."""
-        uploads = (BY_COMMANDS, "transfers", MASTER, (0, 0, 0.0), self.uploads.figures())
-        return (*count(self.channels), *([uploads] if self.uploads.calls else []))
+        """Returns the counts of what the data channels have carried, and commands and replies."""
+        uploads, downloads = self.uploads.figures(), self.downloads.figures()
+        small = (BY_COMMANDS, "transfers", MASTER, downloads, uploads)
+        return (*count(self.channels), *([small] if uploads[0] or downloads[0] else []))
 
     def _swap(self, command: c.Swap) -> None:
         if not role.is_node():

@@ -308,7 +308,8 @@ class ReplyTraits(NamedTuple):
 
 
 #: One row per reply. By the exact type, which is what decoding makes. What a reply says of numbers of commands and of
-#: nodes the link checks, which knows how many there are; a value is the user's, and may be any.
+#: nodes the link checks, which knows how many there are; a tensor's elements are checked where they were asked for, by
+#: its shape; a value is the user's, and may be any.
 REPLIES: dict[type[c.Reply], ReplyTraits] = {
     c.Hello: ReplyTraits(False, _check_hello),
     c.Answer: ReplyTraits(True, _nothing),
@@ -318,6 +319,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
         True, lambda reply: _check_sizes(reply.name, reply.address, reply.bytes, reply.offset, *reply.stride)
     ),
     c.Digested: ReplyTraits(True, _check_digest),
+    c.Downloaded: ReplyTraits(True, _nothing),
     c.RngState: ReplyTraits(True, _check_state),
     c.GraphEngines: ReplyTraits(
         True, lambda reply: _check_reasons(text for program in reply.programs for text in program)
@@ -358,6 +360,16 @@ def check_shape(shape: tuple[int, ...], itemsize: int, limit: int = MAX_COPY) ->
     """Refuses a shape before anything is allocated for it. Raises ProtocolError."""
     if why := over(shape, itemsize, limit):
         raise ProtocolError(why)
+
+
+def dtype_of_data(id: int, shape: tuple[int, ...], data: bytes) -> torch.dtype:
+    """Returns the dtype of this number, of a tensor whose elements are these bytes. Raises ProtocolError where they are
+    not as many, for a shape that is none, and as ``dtype_of``."""
+    dtype = dtype_of(id)
+    check_shape(shape, dtype.itemsize)
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise ProtocolError(f"{len(data)} bytes are none of {dtype} {shape}")
+    return dtype
 
 
 def check_copy(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -100,6 +100,13 @@ class Upload(Message, frozen=True, tag=78):
     data: bytes
 
 
+class Download(Message, frozen=True, tag=80):
+    """Asks for a tensor's bytes, as it lies when it is contiguous; the node answers Downloaded."""
+
+    request: int
+    ref: int
+
+
 class Piece(Message, frozen=True, tag=17):
     """A piece of a pickled function or of its arguments, collected under ``key``."""
 
@@ -436,8 +443,8 @@ class On(Message, frozen=True, tag=30):
 
     stream: int
     command: (
-        Call | First | Ask | Send | Recv | Upload | Run | Seed | Swap | Random | Keep | Storage | Digest | Record | Wait
-        | Await | Replay | Collective
+        Call | First | Ask | Send | Recv | Upload | Download | Run | Seed | Swap | Random | Keep | Storage | Digest
+        | Record | Wait | Await | Replay | Collective
     )  # fmt: skip
 
 
@@ -468,6 +475,7 @@ Command: TypeAlias = (
     | Send
     | Recv
     | Upload
+    | Download
     | Piece
     | Run
     | Adopt
@@ -593,6 +601,15 @@ class Digested(Message, frozen=True, tag=66):
     digest: bytes
 
 
+class Downloaded(Message, frozen=True, tag=81):
+    """The elements of a tensor, which is small."""
+
+    request: int
+    shape: tuple[int, ...]
+    dtype: int
+    data: bytes
+
+
 class RngState(Message, frozen=True, tag=61):
     """The state of a generator, as ``torch.Generator.get_state`` gives it."""
 
@@ -637,7 +654,7 @@ class Result(Message, frozen=True, tag=43):
     kept: bool = True  #: whether the process group that it was run in still exists
 
 
-class Mapped(Message, frozen=True, tag=80):
+class Mapped(Message, frozen=True, tag=82):
     """Tells of items of a Run's chunk, by their places in it: the results of some, as encoded values, and which ones
     have not begun and will not. Each item is told of once, but for the one that the Run's own answer is for."""
 
@@ -723,6 +740,7 @@ Reply: TypeAlias = (
     | MemoryFigures
     | StorageInfo
     | Digested
+    | Downloaded
     | RngState
     | GraphEngines
     | Opened

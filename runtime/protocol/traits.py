@@ -97,6 +97,14 @@ TRAITS: dict[type[c.Command], Traits] = {
     c.Upload: Traits(
         on_stream=True, routed=True, overtaken=True, anywhere=True, makes=lambda upload, _: (upload.out,)
     ),  # a graph has it as a constant, sent when it is recorded
+    c.Download: Traits(
+        on_stream=True,
+        routed=True,
+        overtaken=True,
+        anywhere=True,
+        answers=(c.Downloaded,),
+        reads=lambda download, _: (download.ref,),
+    ),
     c.Piece: Traits(overtaken=True, serves=True),
     c.Run: Traits(
         on_stream=True,

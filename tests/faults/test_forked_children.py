@@ -21,7 +21,7 @@ def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
         works()  # opens what is opened when it is first needed, and these do that of the script's own data connections
         for node in range(2):
-            torch.ones(1, device=f"node:{node}").cpu()
+            torch.ones(1 << 14, device=f"node:{node}").cpu()
         dt.run(len, dt.tasks.SharedDict(), node=1)
         dt.run(fork_nothing, node=dt.mesh(dp=2), distributed=True)
         yield

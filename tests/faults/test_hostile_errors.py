@@ -18,7 +18,7 @@ from disttensor import testing
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=1, threads=1):
-        torch.ones(2, device="node:0").cpu()  # the data channel connects at the first transfer
+        torch.ones(1 << 14, device="node:0").cpu()  # the data channel connects at the first transfer
         yield
 
 

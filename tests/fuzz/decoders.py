@@ -162,7 +162,8 @@ _REPORTS = [
         c.MemoryUsage(1, 2, 3),
         c.MemoryFigures(1, (("allocated_bytes.all.peak", 5),), _HOLDINGS, True),
         c.Failed(1, "aten::add", "builtins.MemoryError", "no", "", (), -1, _HOLDINGS),
-        c.StorageInfo(1, 2, 3, 4, 5, (1,)), c.GraphEngines(1, (("interpreter", ""),)), c.Unusable(1, ("no",)),
+        c.StorageInfo(1, 2, 3, 4, 5, (1,)), c.Downloaded(1, (2, 1), 4, b"ab"),
+        c.GraphEngines(1, (("interpreter", ""),)), c.Unusable(1, ("no",)),
         c.Opened(1, c.Addresses("127.0.0.1:5", "127.0.0.1:6")),
     )
 ]  # fmt: skip

@@ -199,7 +199,7 @@ graphs = st.builds(
 )  # fmt: skip
 on_streams: dict[type, st.SearchStrategy[Any]] = {
     c.Call: st.one_of(calls, sound), c.First: firsts, c.Ask: asks, c.Send: sends, c.Recv: receives,
-    c.Upload: uploads, c.Run: runs,
+    c.Upload: uploads, c.Download: st.builds(c.Download, st.just(0), REFS), c.Run: runs,
     c.Seed: st.builds(c.Seed, INTS), c.Random: randoms, c.Keep: keeps,
     c.Storage: st.builds(c.Storage, st.just(0), REFS),
     c.Digest: st.builds(c.Digest, st.just(0), REFS),

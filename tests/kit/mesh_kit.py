@@ -30,4 +30,4 @@ def connect(nodes: int) -> None:
     dt.all_reduce(torch.ones(1 << 16).to(made.device), over="dp").cpu()  # type: ignore[attr-defined]
     dt.collectives.all_to_all(torch.ones(nodes, device=made.device), over="dp").cpu()
     for source, target in itertools.permutations(range(nodes), 2):
-        torch.ones(1, device=f"node:{source}").to(f"node:{target}").cpu()
+        torch.ones(1 << 14, device=f"node:{source}").to(f"node:{target}").cpu()

@@ -35,7 +35,7 @@ def default() -> Iterator[None]:
 def nodes(request: pytest.FixtureRequest) -> Iterator[None]:
     """One node, of both kinds."""
     with dt.init_master_worker(nodes=1, launcher=request.param):
-        torch.ones(2).to("node:0").cpu()  # connects the data channel, which stays
+        torch.ones(1 << 14).to("node:0").cpu()  # connects the data channel, which stays
         yield
 
 

@@ -94,7 +94,7 @@ def node() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with dt.init_master_worker(nodes=1, threads=1):
-        torch.zeros(1).to(database.NODE).cpu()  # opens the connections that stay
+        torch.zeros(1 << 14).to(database.NODE).cpu()  # opens the connections that stay
         yield
     torch.set_num_threads(threads)
 

@@ -26,7 +26,7 @@ def mesh() -> Iterator[dt.meshes.Mesh]:
     torch.set_num_threads(1)
     with dt.init_master_worker(nodes=3, threads=1):
         made = dt.mesh(dp=3)
-        torch.zeros(1).to(made.device).cpu()
+        torch.zeros(1 << 14).to(made.device).cpu()
         yield made
     torch.set_num_threads(threads)
 

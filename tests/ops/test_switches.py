@@ -19,7 +19,7 @@ def nodes() -> Iterator[None]:
     """Two nodes that are processes: their switches are their own."""
     with dt.init_master_worker(nodes=2, launcher="local"):
         for node in range(2):
-            torch.ones(2).to(f"node:{node}").cpu()  # connects the data channel, which stays
+            torch.ones(1 << 14).to(f"node:{node}").cpu()  # connects the data channel, which stays
         yield
 
 

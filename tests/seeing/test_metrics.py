@@ -98,6 +98,7 @@ def test_the_figures_are_those_of_the_job(registry: prometheus_client.CollectorR
     for _ in range(3):
         x.sum().item()
     (x + 1).cpu()
+    torch.ones(10).to("node:1")
     before, found, status = dt.seeing.status(), read(registry), dt.seeing.status()
     assert found["session_running", ()] == 1
     assert found["nodes", ()] == 2
@@ -113,7 +114,7 @@ def test_the_figures_are_those_of_the_job(registry: prometheus_client.CollectorR
     assert found["node_losses_total", labels] == 0
     assert found["node_commands_total", labels] > 4
     assert found["script_received_bytes_total", labels] == 4000
-    assert found["script_sent_bytes_total", labels] == 0
+    assert found["script_sent_bytes_total", labels] == 40
     assert ("node_resident_bytes", labels) not in found  # this is the script's process
 
 

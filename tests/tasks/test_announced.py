@@ -23,7 +23,7 @@ import disttensor as dt
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
-        torch.ones(2, device="node:1").cpu()  # the data channel connects at the first transfer
+        torch.ones(1 << 14, device="node:1").cpu()  # the data channel connects at the first transfer
         yield
 
 

@@ -21,7 +21,7 @@ OPS = ("aten.relu", "aten.add", "aten.mm", "prims.abs", "higher_order.cond", "hi
 def nodes() -> Iterator[None]:
     """A node that is a process, which finds nothing of the script's."""
     with dt.init_master_worker(nodes=1, launcher="local"):
-        torch.ones(2).to("node:0").cpu()  # connects the data channel, which stays
+        torch.ones(1 << 14).to("node:0").cpu()  # connects the data channel, which stays
         yield
 
 

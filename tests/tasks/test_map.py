@@ -45,7 +45,7 @@ def cluster() -> Iterator[None]:
         dt.run(torch.distributed.get_rank, node=[0, 1, 2], distributed=True)
         lock = dt.tasks.Lock()
         for node in range(3):
-            torch.ones(1).to(f"node:{node}").cpu()
+            torch.ones(1 << 14).to(f"node:{node}").cpu()
             dt.run(with_lock, lock, node=node)
         yield
 

@@ -27,7 +27,7 @@ from disttensor import testing
 def cluster() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, threads=1):
         for node in range(2):  # connections are made at first use: have them before the tests look for leaks
-            torch.ones(1).to(f"node:{node}").cpu()
+            torch.ones(1 << 14).to(f"node:{node}").cpu()
         yield
 
 

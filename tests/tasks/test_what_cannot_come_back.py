@@ -73,7 +73,7 @@ def ways() -> Iterator[Ways]:
 
     with dt.init_master_worker(nodes=2, threads=1), pytest.MonkeyPatch.context() as patch:
         for node in (0, 1):
-            torch.ones(2, device=f"node:{node}").cpu()  # the data channel connects at the first transfer
+            torch.ones(1 << 14, device=f"node:{node}").cpu()  # the data channel connects at the first transfer
         made = Ways()
         for name in ("loads", "load", "Unpickler", "_Unpickler"):
             patch.setattr(pickle, name, refuse)

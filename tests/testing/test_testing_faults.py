@@ -58,21 +58,24 @@ def test_cutting_the_control_connection_loses_the_node(breakable: str) -> None:
 def test_cutting_the_data_connection_loses_copies_and_not_the_node(backend: str) -> None:
     launcher = "inproc" if backend == "auto" else "local"
     with dt.init_master_worker(backend, nodes=2, threads=1, launcher=launcher):
-        x, y = torch.ones(3, device="node:1"), torch.ones(3, device="node:0")
-        assert (x.cpu().tolist(), y.cpu().tolist()) == ([1, 1, 1], [1, 1, 1])
+        local = torch.ones(1 << 14)  # more than comes with a reply
+        x, y = local.to("node:1"), local.to("node:0")
+        assert torch.equal(x.cpu(), local)
+        assert torch.equal(y.cpu(), local)
         testing.cut(1, control=False, data=True)
         with pytest.raises(dt.errors.ChannelError, match=r"disttensor\.testing\.cut"):
             x.cpu()
-        assert x.sum().item() == 3
-        assert y.cpu().tolist() == [1, 1, 1]
-        assert y.to("node:1").sum().item() == 3  # the nodes still reach each other
+        assert x[:3].cpu().tolist() == [1, 1, 1]  # a small one comes with the reply
+        assert x.sum().item() == 1 << 14
+        assert torch.equal(y.cpu(), local)
+        assert y.to("node:1").sum().item() == 1 << 14  # the nodes still reach each other
         assert all(node["alive"] for node in dt.nodes())
 
 
 def test_a_generator_draws_its_numbers_without_a_data_connection() -> None:
     """Its state once came by that: when it was lost, the node drew from another one, and nothing said so."""
     with dt.init_master_worker("tcp", nodes=2, threads=1):
-        torch.ones(3, device="node:1").cpu()
+        torch.ones(1 << 14, device="node:1").cpu()
         testing.cut(1, control=False, data=True)
         seeds = (7, 8)
         drawn = [

@@ -34,7 +34,7 @@ def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=NODES, threads=1):
         for source in range(NODES):
             for target in range(NODES):
-                torch.ones(1, device=f"node:{source}").to(f"node:{target}").cpu()
+                torch.ones(1 << 14, device=f"node:{source}").to(f"node:{target}").cpu()
         yield
     torch.set_num_threads(threads)
 

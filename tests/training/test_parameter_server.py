@@ -28,7 +28,7 @@ def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=NODES, threads=1):
         for source in range(NODES):
             for target in range(NODES):
-                torch.ones(1, device=f"node:{source}").to(f"node:{target}").cpu()
+                torch.ones(1 << 14, device=f"node:{source}").to(f"node:{target}").cpu()
         dt.fetch(torch.ones(1, device="node:0")).add_done_callback(
             lambda work: None
         )  # its thread stays for the session

@@ -109,7 +109,7 @@ def fallen(world: World) -> None:
 
 
 def fetched(world: World) -> None:
-    assert world.x.cpu().tolist() == [1.0] * 4
+    assert torch.equal(torch.ones(GIVEN // 4, device="node:0").cpu(), torch.ones(GIVEN // 4))
 
 
 def given(world: World) -> None:
@@ -192,7 +192,7 @@ def graph(world: World, event: GraphReplayed) -> dict[str, Any]:
     return {"node": 0, "stream": "", "number": number, "graph": event.graph, "steps": 1, "failed": False}
 
 
-#: Bytes of an upload, more than travel with the commands.
+#: Bytes of a copy, more than travel with commands and replies.
 GIVEN = 80_000
 
 
@@ -228,9 +228,9 @@ EVENTS: dict[str, tuple[Callable[[World], None], int, str, type[tuple[Any, ...]]
     "function": (called, 0, "function", FunctionDone, function),
     "function that failed": (fallen, 0, "function", FunctionDone, function),
     "graph": (replayed, 0, "graph", GraphReplayed, graph),
-    "received by the script": (fetched, SCRIPT, "transferred", TransferDone, transfer(False, -1, 0)),
+    "received by the script": (fetched, SCRIPT, "transferred", TransferDone, transfer(False, -1, 0, nbytes=GIVEN)),
     "sent by the script": (given, SCRIPT, "transferred", TransferDone, transfer(True, -1, 0, nbytes=GIVEN)),
-    "sent by a node": (fetched, 0, "transferred", TransferDone, transfer(True, 0, -1)),
+    "sent by a node": (fetched, 0, "transferred", TransferDone, transfer(True, 0, -1, nbytes=GIVEN)),
     "received by a node": (given, 0, "transferred", TransferDone, transfer(False, 0, -1, nbytes=GIVEN)),
     "sent in a collective": (reduce, 0, "transferred", TransferDone, transfer(True, 0, 1, "collectives")),
 }

@@ -121,13 +121,19 @@ def test_a_loop_and_an_item_are_one_round_trip(x: torch.Tensor) -> None:
     assert isinstance(value, float)
 
 
-def test_a_fetch_is_one_message_and_no_report(x: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    ("elements", "command", "reports"), [(3, "Download", 1), (1 << 13, "Download", 1), (1 + (1 << 13), "Send", 0)]
+)
+def test_a_download_is_one_message(elements: int, command: str, reports: int) -> None:
+    """Up to 32 KiB come with the reply, and what is more through the data channel, without one."""
+    x = torch.ones(elements).to("node:1")
     x.cpu()  # the first one introduces the node and the script
     with testing.MessageLog() as log:
-        x.cpu()
+        local = x.cpu()
     assert log[1].messages == 1
-    assert log[1].commands == ["Send"]
-    assert log.reports == 0  # the bytes come through the data channel
+    assert log[1].commands == [command]
+    assert log.reports == reports
+    assert torch.equal(local, torch.ones(elements))
 
 
 @pytest.mark.parametrize(("elements", "command"), [(3, "Upload"), (1 << 14, "Upload"), (1 + (1 << 14), "Recv")])

@@ -18,6 +18,7 @@ from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
 import disttensor as dt
+from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.process.observing import IssueNotes, MessageSent
@@ -78,6 +79,14 @@ NOTED, SENT_NOTED, TIMED, BEGUN = 31, 89, 9, 195
 EDGE, REGION = 48, 20
 
 
+#: Questions for a value, and the opcodes of the script's thread for each, without those of the exchange of messages,
+#: which are the same for all.
+QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
+    "x.item()": (lambda it: it.plain[0], 344),
+    "x.cpu()": (lambda it: it.plain, 443),
+}
+
+
 @pytest.fixture
 def operands() -> Iterator[Operands]:
     with dt.init_master_worker(nodes=2, launcher="inproc"), without_a_collector():
@@ -92,6 +101,30 @@ def test_an_operation(name: str, operands: Operands) -> None:
     function, expected = OPERATIONS[name]
     counts = [opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]
     assert min(counts) == expected
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question(monkeypatch: pytest.MonkeyPatch, name: str, operands: Operands) -> None:
+    """What is around the exchange makes a small download as cheap as a value."""
+    of, expected = QUESTIONS[name]
+    asked, counter, original = of(operands), Counter(), Sender.exchange
+    ask: Any = asked.item if name == "x.item()" else asked.cpu
+
+    def exchange(*args: Any) -> Any:
+        sys.settrace(None)
+        reply = original(*args)
+        counter.join(sys._getframe(1))
+        return reply
+
+    monkeypatch.setattr(Sender, "exchange", exchange)
+    counts = list[int]()
+    for _ in range(WARM + TIMES):
+        counter.count = 0
+        sys.settrace(counter.trace)
+        ask()
+        sys.settrace(None)
+        counts.append(counter.count)
+    assert min(counts[WARM:]) == expected
 
 
 @pytest.mark.parametrize("place", SENT)

@@ -143,6 +143,7 @@ def test_what_has_a_request_is_answered() -> None:
 #: Replies of which decoding and the link check all that can be checked, and why.
 UNCHECKED = {
     c.Answer: "a value is the user's, and may be any",
+    c.Downloaded: "who has asked for a tensor's elements knows its shape and dtype, and compares",
     c.Warned: "the link knows which commands it has sent; texts are cut where they are shown",
     c.Poisoned: "the link knows which commands and nodes there are",
     c.Done: "says nothing",

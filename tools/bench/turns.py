@@ -1,4 +1,4 @@
-"""python tools/bench/turns.py [--what item issue upload step copy] [--sessions 5] [--rounds 100] OLD NEW [MORE ...]
+"""python tools/bench/turns.py [--what item upload download step] [--sessions 5] [--rounds 100] OLD NEW [MORE ...]
 
 One measurement on two trees or more, in turns: sessions of all trees live side by side, and take turns of some
 milliseconds, in an order by chance. So a machine whose speed drifts drifts for all, and ratios are exact to about 1 %.
@@ -52,7 +52,9 @@ elif what == "step":
 else:
     small = torch.ones(256)  # 1 KiB
     uploads = 1000, lambda: small.to("node:0")
-    calls, call = {"item": (100, s.item), "issue": (1000, lambda: x * 2), "upload": uploads}[what]
+    downloads = 100, small.to("node:0").cpu
+    ways = {"item": (100, s.item), "issue": (1000, lambda: x * 2), "upload": uploads, "download": downloads}
+    calls, call = ways[what]
 for _ in range(10 * calls):
     call()
 dt.synchronize()
@@ -66,7 +68,7 @@ for _ in sys.stdin:
     print(clock / calls, core / calls, flush=True)
 dt.shutdown()
 """
-WHAT = ("item", "issue", "upload", "step", "copy", "shared", "launch")
+WHAT = ("item", "issue", "upload", "download", "step", "copy", "shared", "launch")
 
 
 class Figures(NamedTuple):

@@ -1,0 +1,180 @@
+"""Small downloads: the elements of a tensor come with the reply to a question, as a value does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from equal import same
+
+import disttensor as dt
+from disttensor import testing
+from disttensor.runtime.channel.payload import DTYPES
+from disttensor.runtime.node.state import NodeState
+from disttensor.runtime.protocol import commands as c
+from disttensor.runtime.protocol.dtypes import IDS
+
+LOCAL = torch.arange(1.0, 25.0).reshape(2, 3, 4)
+#: A tensor on a place, and the same one here.
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in order": lambda x: x,
+    "a part": lambda x: x[:, 1:],
+    "transposed": lambda x: x.transpose(0, 2),
+    "each second": lambda x: x[..., ::2],
+    "one element": lambda x: x[0, 0, 0],
+    "none": lambda x: x[:0],
+    "expanded": lambda x: x[:1].expand(5, 3, 4),
+    "a lazy conjugate": lambda x: (x * (1 + 2j)).conj(),
+    "a lazy negative": lambda x: (x * (1 + 2j)).conj().imag,
+    "computed": lambda x: x.sum(0),
+}
+#: Ways by which a tensor comes, and the same with a local one.
+WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
+    "cpu": (lambda x: x.cpu(), torch.clone),
+    "to": (lambda x: x.to("cpu"), torch.clone),
+    "to another dtype": (lambda x: x.to("cpu", torch.complex128), lambda x: x.to(torch.complex128)),
+    "in another format": (lambda x: x.cpu(memory_format=torch.contiguous_format), torch.Tensor.contiguous),
+    "numpy": (lambda x: torch.from_numpy(x.numpy(force=True)), torch.clone),
+    "tolist": (lambda x: torch.tensor(x.tolist()).reshape(x.shape), torch.Tensor.contiguous),
+    "copy_": (lambda x: torch.empty(x.shape, dtype=x.dtype).copy_(x), torch.Tensor.contiguous),
+}
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=1):
+        yield
+
+
+@pytest.mark.parametrize("place", ["node:0", "cuda", "mesh"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes(session: None, kind: str, place: str) -> None:
+    devices: dict[str, Any] = {"cuda": dt.device(1, "cuda:0"), "mesh": dt.mesh(dp=2).device}
+    device = devices.get(place, place)
+    remote, local = KINDS[kind](LOCAL.to(device)), KINDS[kind](LOCAL)
+    with testing.MessageLog() as log:
+        for way, (come, twin) in WAYS.items():
+            got, wanted = come(remote), twin(local.resolve_conj().resolve_neg())
+            assert torch.equal(got, wanted), way
+            assert got.dtype == wanted.dtype, way
+            assert not got.numel() or got.stride() == wanted.stride(), way
+    assert "Send" not in log.commands
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_dtypes(session: None, dtype: torch.dtype) -> None:
+    local = torch.tensor([0, 0, 1, 0] * 8, dtype=torch.uint8).view(dtype)
+    with testing.MessageLog() as log:
+        got = local.to("node:1").cpu()
+    assert log.replies == ["Downloaded"]
+    assert got.dtype == dtype
+    assert got.view(torch.uint8).tolist() == local.view(torch.uint8).tolist()
+    assert not got._is_view()
+
+
+def test_what_has_come_is_a_tensor_of_its_own(session: None) -> None:
+    """Not a view, which inference mode would not detach, nor on memory that cannot grow."""
+    x = torch.ones(2, 2, device="node:0")
+    for got in (x.cpu(), x.to(torch.complex32).cpu()):
+        assert (got._is_view(), got.requires_grad, got.is_inference()) == (False, False, False)
+        got.resize_(100)
+        with torch.inference_mode():
+            got.detach_()
+    with torch.inference_mode():
+        assert x.cpu().is_inference()
+    x.cpu().zero_()
+    same(x, torch.ones(2, 2))
+
+
+def test_a_gradient_goes_back(session: None) -> None:
+    x = torch.ones(3, device="node:0", requires_grad=True)
+    (x.cpu() * 2).sum().backward()
+    same(x.grad, torch.full((3,), 2.0))
+    with torch.no_grad():
+        assert not x.cpu().requires_grad
+
+
+def test_modes_see_it(session: None) -> None:
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(3, device="node:0")
+    with Mode():
+        x.cpu()
+    assert torch.Tensor.cpu in seen
+
+
+def test_the_error_of_what_has_failed(session: None) -> None:
+    x = torch.ones(3, device="node:0")
+    failed = x[torch.tensor([5], device="node:0")] + 1
+    for way in (failed.cpu, failed.tolist, lambda: torch.empty(1).copy_(failed)):
+        with pytest.raises(IndexError, match="out of bounds"):
+            way()
+    assert x.cpu().tolist() == [1.0] * 3
+
+
+def test_the_ranks_of_a_mesh_have_to_agree(session: None) -> None:
+    mesh = dt.mesh(dp=2)
+    x = dt.meshes.from_shards(mesh, [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])])
+    with pytest.raises(dt.errors.RanksDiffer, match=r"\[1.0, 2.0\] at .*, \[1.0, 3.0\] at "):
+        x.cpu()
+
+
+def test_nothing_comes_while_a_graph_is_recorded(session: None) -> None:
+    x = torch.ones(3, device="node:0")
+    for read in (x, x[1:]):
+        with pytest.raises(dt.errors.GraphError, match="a copy to the master has to wait"), dt.graph(dt.Graph()):
+            read.cpu()
+    assert x[1:].cpu().tolist() == [1.0, 1.0]
+
+
+def test_both_ends_count_them(session: None) -> None:
+    x = torch.ones(3, device="node:0")
+    dt.channels.reset_stats()
+    for _ in range(2):
+        x.cpu()
+    torch.ones(1 << 13).to(dt.mesh(dp=2).device)[:1].cpu()
+    rows = {
+        (row.at, row.peer): (row.sent.calls, row.sent.bytes, row.received.calls, row.received.bytes)
+        for row in dt.channels.stats()
+        if row.channel == "commands"
+    }
+    assert rows == {
+        ("master", "node:0"): (1, 1 << 15, 3, 28),
+        ("master", "node:1"): (1, 1 << 15, 1, 4),
+        ("node:0", "master"): (3, 28, 1, 1 << 15),
+        ("node:1", "master"): (1, 4, 1, 1 << 15),
+    }
+
+
+#: What a node may say in place of three ones.
+LIES = {
+    "fewer bytes": c.Downloaded(0, (3,), IDS[torch.float32], bytes(8)),
+    "another shape": c.Downloaded(0, (1, 3), IDS[torch.float32], bytes(12)),
+    "another dtype": c.Downloaded(0, (3,), IDS[torch.int32], bytes(12)),
+    "no dtype": c.Downloaded(0, (3,), 1 << 40, bytes(12)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_another_tensor_is_refused(monkeypatch: pytest.MonkeyPatch, session: None, lie: str) -> None:
+    said, honest = LIES[lie], NodeState.effect
+
+    def effect(self: NodeState, command: c.Command, tensor: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        if not isinstance(command, c.Download):
+            return honest(self, command, tensor)
+        self.emit(c.Downloaded(command.request, said.shape, said.dtype, said.data))
+        return []
+
+    x = torch.ones(3, device="node:1")
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeState, "effect", effect)
+        with pytest.raises(dt.DisttensorError, match=rf"^node 1 .* has sent {len(said.data)} bytes of dtype"):
+            x.cpu()
+    assert x.cpu().tolist() == [1.0] * 3
