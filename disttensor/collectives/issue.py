@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from typing import Any, Literal, Self, TypeAlias, Union
 
 import torch
@@ -15,13 +13,13 @@ from ..dispatch.call_site import here
 from ..dispatch.lazy_views import materialise
 from ..errors import late_warnings
 from ..errors.argument_checks import seconds_of
+from ..futures.listening import GroupEnd
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, local_name
-from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
+from ..runtime.channel.base import DataChannel
 from ..runtime.collective import NATIVE, ReduceOp, Way, check
 from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
-from ..runtime.node.streams.lane import when_all
 from ..runtime.process.spelling import did_you_mean, shown
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
@@ -41,8 +39,6 @@ Tensors = Sequence[torch.Tensor]
 #: Bytes of a node's part in a collective up to which it leaves with later commands, as an operation does: at once if
 #: the node has nothing queued, else after a few more commands, a wait, or two milliseconds.
 SMALL = 64 << 10
-#: What arrives from a node that has done its part in an asynchronous collective: nothing, so all may share it.
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass
@@ -86,14 +82,14 @@ class CollectiveCall:
             return session.check.collective(self, session, async_op)  # type: ignore[no-any-return]
         site = here(3)
         ended = self.queue(session, async_op, site)
-        if not async_op:
+        if ended is None:
             return None
-        work = CollectiveWork(session, ended, f"{self.kind} of {self.group}", lambda: self.value)
+        work = CollectiveWork(ended, f"{self.kind} of {self.group}", lambda: self.value)
         return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
 
-    def queue(self, session: Session, async_op: bool, site: Site | None) -> list[tuple[int, Transfer]]:
-        """Queues the commands of all nodes; of an asynchronous collective returns each node, with the transfer that
-        tells that it has done its part. Raises as ``issue``."""
+    def queue(self, session: Session, async_op: bool, site: Site | None) -> GroupEnd | None:
+        """Queues the commands of all nodes; of an asynchronous collective returns its end, of which each node tells.
+        Raises as ``issue``."""
         if async_op:
             waits("a collective with async_op=True")
         if self.transport is not None:
@@ -105,51 +101,47 @@ class CollectiveCall:
         nodes = self.group.nodes if self.place is None else self.place.ranks
         if self.place is not None:
             session.link.check(self.place.outbox)
-        ended: list[tuple[int, Transfer]] = []
-        done = session.transfers.new_loose() if async_op else 0
-        for node in nodes if async_op else ():
-            session.link.check(session.nodes[node].outbox)
-            session.router.introduce(0, MASTER, node)
-            ended.append((node, session.channel.irecv(_NOTHING, node, done)))
         hosts = () if self.groups else numbered(self.group.parts or hosts_of(session, self.group.nodes))
         session.router.introduce_groups(
             channel, self.kind, way, self.root, self.groups or (self.group.nodes,), hosts, self.transport is not None
         )
-        ranks, sizes = group_list(self.groups or (self.group.nodes,))
-        commands = [
-            c.Collective(
-                kind=self.kind,
-                transfer=number,
-                ranks=ranks,
-                inputs=tuple(map(_ref, part.inputs)),
-                outs=tuple(map(_ref, part.outs)),
-                lengths=tuple(tensor.numel() for tensor in (*part.inputs, *part.outs)),
-                dtype=codec.dtype_id(self.dtype),
-                op=int(self.op),
-                root=self.root,
-                algorithm=way.algorithm,
-                base=way.base,
-                chunk=way.chunk,
-                carry=-1 if self.transport is None else codec.dtype_id(self.transport),
-                hosts=rank_list(hosts),
-                done=done,
-                channel=channel,
-                shares=self.shares,
-                sizes=sizes,
-            )
-            for part in self.parts
-        ]
-        if self.place is None:
+        ended = GroupEnd(session, nodes) if async_op else None
+        try:
+            commands = self._commands(channel, way, number, hosts, 0 if ended is None else ended.request.id)
             small = sum(commands[0].lengths) * self.dtype.itemsize <= SMALL
-            session.link.sender.together(
-                [(node, command, site) for node, command in zip(nodes, commands, strict=True)], hurry=not small
-            )
-        elif self.place.outbox.add(commands[0], site) or async_op:
-            session.flush(self.place.outbox)
+            if self.place is None:
+                session.link.sender.together(
+                    [(node, command, site) for node, command in zip(nodes, commands, strict=True)], hurry=not small
+                )
+            elif self.place.outbox.add(commands[0], site) or (async_op and not small):
+                session.flush(self.place.outbox)
+        except BaseException:
+            if ended is not None:
+                session.link.requests.withdraw(ended.request)
+            raise
         for part in self.parts:
             for tensor in part.outs:
                 torch.autograd.graph.increment_version(tensor)
         return ended
+
+    def _commands(
+        self, channel: int, way: Way, number: int, hosts: tuple[int, ...], request: int
+    ) -> list[c.Collective]:
+        """Returns the command of each part."""
+        ranks, sizes = group_list(self.groups or (self.group.nodes,))
+        told, dtype = rank_list(hosts), codec.dtype_id(self.dtype)
+        carry = -1 if self.transport is None else codec.dtype_id(self.transport)
+        kind, op, root, shares, algorithm = self.kind, int(self.op), self.root, self.shares, way.algorithm
+        commands = []
+        for part in self.parts:
+            inputs, outs = (*map(_ref, part.inputs),), (*map(_ref, part.outs),)
+            lengths = (*[tensor.numel() for tensor in part.inputs], *[tensor.numel() for tensor in part.outs])
+            command = c.Collective(
+                kind, number, ranks, inputs, outs, lengths, dtype, op, root, algorithm, way.base, way.chunk, carry,
+                told, request, channel, shares, sizes,
+            )  # fmt: skip
+            commands.append(command)
+        return commands
 
     def _channel(self, session: Session, async_op: bool) -> int:
         """Returns the number of the data channel that was selected. Sets the algorithm that was selected, if the call
@@ -210,59 +202,26 @@ class CollectiveCall:
         )
 
 
-class _All(Arrival):
-    """The arrival of several transfers together, whose ``tensor`` is what ``make`` returns, once."""
-
-    def __init__(self, transfers: Sequence[Transfer], make: Callable[[], Any]) -> None:
-        self._transfers, self._make = transfers, cache(make)
-
-    @property
-    def tensor(self) -> Any:
-        self.wait()
-        return self._make()
-
-    def wait(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for transfer in self._transfers:
-            transfer.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def is_completed(self) -> bool:
-        return all([transfer.is_completed() for transfer in self._transfers])
-
-    def add_done_callback(self, fn: Callable[[], None]) -> None:
-        when_all(self._transfers, fn)
-
-
 class CollectiveWork(Work[Any]):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
     def __init__(
-        self,
-        session: Session,
-        ended: list[tuple[int, Transfer]],
-        text: str,
-        make: Callable[[], Any],
-        where: Callable[[int], str] = lambda node: "",
+        self, ended: GroupEnd, text: str, make: Callable[[], Any], where: Callable[[int], str] = lambda node: ""
     ) -> None:
-        """``ended``: the nodes, with the transfers that tell that each has done its part; ``make`` gives the result,
-        ``where`` says for a loss what is gone with a node."""
-        self._where = where
-        self._session = session
-        self._node = ended[0][0]
+        """``ended``: tells that each node has done its part; ``make`` gives the result, once, ``where`` says for a loss
+        what is gone with a node."""
+        self._where, self._make = where, make
+        self._session, self._node = ended.session, ended.nodes[0]
         self._text = text
-        self._transfer = _All([transfer for _, transfer in ended], make)
-        self._ended = ended
+        self._transfer = self.ended = ended
+        self._made: list[Any] = []
         self._writing: Writing | None = None
         self.untaken: Untaken | None = None  #: says that nobody took the result, where that is a new tensor
 
     def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
-        self._writing = guard(written, self, self._end_alone, site)
+        self._writing = guard(written, self, self.ended, site)
         return self
-
-    def _end_alone(self) -> Transfer:
-        """Returns what tells of the end, and holds no tensors."""
-        return _All([transfer for _, transfer in self._ended], lambda: None)
 
     def _waited(self) -> None:
         if self._writing is not None:
@@ -271,7 +230,7 @@ class CollectiveWork(Work[Any]):
 
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
-        if done := super().is_completed():
+        if done := self.ended.has_ended():
             self._waited()
         return done
 
@@ -288,28 +247,29 @@ class CollectiveWork(Work[Any]):
         self._waited()  # which ``await`` has not called ``wait`` for
         if self.untaken is not None:
             self.untaken.taken = True
-        return super()._value()
+        if not self._made:
+            self._made.append(self._make())
+        return self._made[0]
+
+    def _await_end(self, timeout: float | None) -> None:
+        self.ended.wait_for_all(timeout)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Returns True when all nodes have done their part.
 
         Raises TimeoutError after ``timeout`` seconds (the collective goes on), the error that made it fail, NodeLost.
         """
-        seconds = seconds_of(timeout)
-        deadline = None if seconds is None else time.monotonic() + seconds
-        for node, transfer in self._ended:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                self._session.transfers.wait_for_transfer(transfer, node, left)
-            except NodeLost as error:
-                if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
-                raise
-            except TimeoutError:
-                raise
-            except Exception:
+        try:
+            cause = self.ended.wait_for_each(seconds_of(timeout))
+            if cause is not None:
                 self._waited()
-                raise
+                raise self._session.questions.failure(cause.rank, cause.seq)
+        except NodeLost as error:
+            if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+        if late_warnings.pending:
+            late_warnings.show_warnings()
         self._waited()
         if self.untaken is not None:
             self.untaken.waited = True

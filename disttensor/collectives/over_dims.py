@@ -8,7 +8,7 @@ next on the nodes does not wait. ``algorithm`` is that of the collective itself;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from ..dispatch import seen_at
 from ..dispatch.call_site import here
 from ..dispatch.copies import sums_groups
 from ..errors.argument_checks import spelled, whole_number
+from ..futures.listening import GroupEnd
 from ..futures.work import Work
 from ..proxy.proxy import DistributedTensor, where_is
-from ..runtime.channel.base import Transfer
 from ..runtime.collective import ReduceOp, Way
 from ..runtime.master.route import Route, route
 from ..session.current import session_of
@@ -95,7 +95,7 @@ class _Call:
     async_op: bool = False
     transport: torch.dtype | None = None  #: in which floats of more bits travel
     algorithm: str | Way | None = None  #: None: what dt.channels.select says, else by size
-    ended: list[tuple[int, Transfer]] = field(default_factory=list)  #: of an asynchronous one: what tells of its end
+    ended: GroupEnd | None = None  #: of an asynchronous one, once it is issued
 
     @property
     def size(self) -> int:
@@ -123,7 +123,7 @@ class _Call:
     def result(self, what: str, place: MeshPlace, make: Callable[[], Any]) -> Any:
         """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end, in
         the modes of now."""
-        if not self.async_op:
+        if self.ended is None:
             return make()
         grads = torch.is_grad_enabled()
 
@@ -135,7 +135,7 @@ class _Call:
             finally:
                 route.reset(token)
 
-        return CollectiveWork(session_of(place), self.ended, f"{what} on {place}", later, place.outbox.where)
+        return CollectiveWork(self.ended, f"{what} on {place}", later, place.outbox.where)
 
     def new(self, what: str, place: MeshPlace, over: Over | None, make: Callable[[], Any]) -> Any:
         """Returns ``result``, a new tensor, which the caller's line is not to throw away."""

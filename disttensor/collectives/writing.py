@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ..futures.listening import GroupEnd
 from ..futures.work import Work
 from ..proxy.meta import Busy, Handle, Lazy, Meta, Shared, live_proxies, minted_refs
 from ..proxy.proxy import DistributedTensor
-from ..runtime.channel.base import Transfer
 from ..runtime.master.failures import Site, line_of
 from ..runtime.protocol.errors import DisttensorError
 
@@ -29,11 +29,11 @@ _EXACTLY = 1 << 22
 class Writing:
     """One asynchronous collective, and the views that can't be used before its end has been waited for."""
 
-    def __init__(self, work: Work[Any], ended: Transfer, site: Site | None) -> None:
+    def __init__(self, work: Work[Any], ended: GroupEnd, site: Site | None) -> None:
         """``ended`` tells when the collective has ended. It must not hold the tensors, nor this object the handles that
         hold it: the collector does not know handles, so it would never free such a cycle."""
         self._work, self._text, self._ended = weakref.ref(work), work._text, ended
-        self._session, self._node = work._session, work._node
+        self._session = work._session
         self._site, self._epoch = site, work._session.synchronized
         self._views: list[weakref.ref[Any]] = []
         self._over = False
@@ -60,7 +60,7 @@ class Writing:
             return
         if self._work() is None:  # nobody can wait for it but this line
             with suppress(DisttensorError):  # the session, or a node, is gone: what uses the view says so
-                self._session.transfers.wait(self._ended, self._node)
+                self._ended.wait_for_all(None)
             self.end()
             return
         raise RuntimeError(
@@ -69,13 +69,13 @@ class Writing:
         )
 
 
-def guard(written: Sequence[Any], work: Work[Any], end_of: Callable[[], Transfer], site: Site | None) -> Writing | None:
-    """Refuses uses of the other views of what a collective writes, until a wait for its end. ``end_of()`` makes what
-    tells of that end. Returns None where there are no such views, which costs a look at each tensor."""
+def guard(written: Sequence[Any], work: Work[Any], ended: GroupEnd, site: Site | None) -> Writing | None:
+    """Refuses uses of the other views of what a collective writes, until a wait for its end, which ``ended`` tells of.
+    Returns None where there are no such views, which costs a look at each tensor."""
     shared = [tensor for tensor in written if _is_shared(tensor)]
     if not shared:
         return None
-    writing = Writing(work, end_of(), site)
+    writing = Writing(work, ended, site)
     names = [(each, set(_names(each))) for each in _used()]
     mine = {id(tensor._h) for tensor in written}
     for tensor in shared:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, overload
 
 from ..dispatch.call_site import here
 from ..errors.missing import advised
+from ..futures.listening import Listened, wait_for_answer
 from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Failure, Site
@@ -275,67 +275,6 @@ class _Part:
         return self.call.result(reply)
 
 
-class _Listened(Ticket):
-    """The end of all parts. Whoever adds a callback need not wait for it: a thread listens for answers meanwhile."""
-
-    def __init__(self, session: Session, node: int) -> None:
-        super().__init__()
-        self._session, self._node = session, node
-
-    def add_done_callback(self, fn: Callable[[], None]) -> None:
-        super().add_done_callback(fn)
-        if not self.is_completed():
-            self._session.part(AnswerListener).listen(self._session, self._node, self)
-
-    add_background_callback = add_done_callback
-
-    def call_at_end(self, fn: Callable[[], None]) -> None:
-        """Adds a callback for one who waits, and so takes in answers."""
-        super().add_done_callback(fn)
-
-
-class AnswerListener:
-    """Takes in the answers of nodes while there are callbacks for them and perhaps nobody waits."""
-
-    def __init__(self) -> None:
-        self._due = deque[tuple[Session, int, Ticket]]()
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-
-    def forked(self) -> None:
-        """Makes a new lock in a forked child: the thread that held the other one is not there."""
-        self._lock, self._thread = threading.RLock(), None
-
-    def listen(self, session: Session, node: int, ticket: Ticket) -> None:
-        """Has answers taken in until a ticket has ended."""
-        with self._lock:
-            self._due.append((session, node, ticket))
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="disttensor-listen", daemon=True)
-                thread.start()  # raises where the system has none for it: the next one tries again
-                self._thread = thread
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._due:
-                    self._thread = None
-                    return
-                session, node, ticket = self._due.popleft()
-            _wait(session, node, ticket, None, explain=False)
-
-
-def _wait(session: Session, node: int, ticket: Ticket, timeout: float | None, explain: bool = True) -> None:
-    """Waits for a ticket that ends with an answer of a node, with its loss, or with the session."""
-    if ticket.is_completed():
-        return
-    session.link.sender.flush_all()
-    request = Request(-1, node)
-    Ticket.add_done_callback(ticket, request.resolve)
-    with contextlib.suppress(DisttensorError), session.link.unheard():  # a loss, or the end: the outcome says it
-        session.link.waiting.wait(request, timeout, until=ticket.is_completed, explain=explain)
-
-
 class Submitted(NodeResult[T_co]):
     """A function on its way, on one node or several: what ``dt.submit`` returns, and an actor's methods.
 
@@ -349,16 +288,14 @@ class Submitted(NodeResult[T_co]):
         self.world: c.World | None = None
         self._node = calls[0].place.node
         self._text = f"{what} on node{'s' if targets else ''} {', '.join(str(call.place.node) for call in calls)}"
-        self._transfer = self._ended = _Listened(session, self._node)
+        self._transfer = self._ended = Listened(session, self._node)
         when_all([part.ended for part in self.parts], self._ended.finish)
         self._lock = threading.RLock()
         self._outcome: tuple[bool, Any] | None = None
 
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
-        if not self._ended.is_completed():
-            self._session.link.replies.drain()
-        return self._ended.is_completed() or self._session.link.is_forked
+        return self._ended.has_ended()
 
     def cancel(self) -> bool:
         """Has the function not begin, or ends it by a KeyboardInterrupt on its node. Does not wait.
@@ -412,7 +349,7 @@ class Submitted(NodeResult[T_co]):
         try:
             for part in self.parts:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                _wait(self._session, part.request.node, part.ended, left)
+                wait_for_answer(self._session, part.request.node, part.ended, left)
         except TimeoutError:
             nodes = self._session.nodes
             stopped = [rank for rank in (part.request.node for part in self.parts) if nodes[rank].connection.breakpoint]

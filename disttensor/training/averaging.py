@@ -15,10 +15,9 @@ from ..collectives.issue import Reduction
 from ..collectives.over_dims import Over, groups, reduced_in_place
 from ..errors.argument_checks import flag, seconds_of
 from ..futures import Work
+from ..futures.listening import EndOfAll
 from ..meshes import agree_
 from ..meshes.shards import together
-from ..runtime.channel.ticket import Ticket
-from ..runtime.node.streams.lane import when_all
 from ..runtime.process.spelling import shown
 from ..session.current import session_of
 from ..session.places import MeshPlace
@@ -187,9 +186,11 @@ class _Reducing(Work[torch.nn.Module]):
         self._node = self._works[0]._node if packed else 0
         self._text = f"gradients in {len(packed)} parts"
         self._lock, self._written = threading.Lock(), False
-        self._ended = Ticket()
-        self._transfer = self._ended
-        when_all([work._transfer for work in self._works], self._ended.finish)
+        self._transfer = self._ended = EndOfAll(session, self._node, [work.ended for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
+        return self._ended.has_ended()
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Waits until all nodes have done their part, and has them write the gradients. Raises as any Work."""

@@ -15,7 +15,7 @@ that would stand in the way of the pair's next one.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,7 @@ class Exchange:
         blame: (rank, seq), what the others are told if this rank fails by itself.
         poison: (rank, seq), if this rank's input is poison.
         carry: the dtype in which floats travel, if it has less precision.
+        before_wait: is called before this rank waits for another one, which may take as long as the other likes.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Exchange:
         blame: tuple[int, int] = (0, 0),
         poison: tuple[int, int] | None = None,
         carry: torch.dtype | None = None,
+        before_wait: Callable[[], None] | None = None,
     ) -> None:
         self.size, self.me = len(ranks), me
         self.contributors = self.size  #: the number over which an average is taken
         self.channel, self.ranks, self._base, self._blame = channel, tuple(ranks), base, blame
-        self._carry = carry
+        self._carry, self._before_wait = carry, before_wait
         self._sent: defaultdict[int, int] = defaultdict(int)  #: number of messages by peer
         self._received: defaultdict[int, int] = defaultdict(int)
         self._sends: deque[tuple[Transfer, int]] = deque()  #: sends under way, and their peers
@@ -85,7 +87,7 @@ class Exchange:
         """
         one = Exchange(
             self.channel, [self.ranks[i] for i in members], members.index(self.me), self._base,
-            blame=self._blame, carry=self._carry,
+            blame=self._blame, carry=self._carry, before_wait=self._before_wait,
         )  # fmt: skip
         one._sent, one._received, one._sends = self._sent, self._received, self._sends
         one._trouble, one.error = self._trouble, self.error
@@ -203,7 +205,15 @@ class Exchange:
             self._trouble = self._blame if peer is None else (peer, LOST)
         self.error = error
 
+    def begin_wait(self, peer: int) -> None:
+        """Notes that this rank waits for the rank ``peer``."""
+        if self._before_wait is not None:
+            self._before_wait()
+        page.mine.await_peer(peer)
+
     def _finish_send(self, send: Transfer, peer: int) -> None:
+        if self._before_wait is not None and not send.is_completed():
+            self._before_wait()
         try:
             send.wait()
         except ChannelError as error:
@@ -248,7 +258,7 @@ class Incoming:
         """Waits for the message. In trouble: a tensor of the right form with arbitrary contents."""
         exchange = self._wire
         if self._transfer is not None:
-            page.mine.await_peer(self._peer)
+            exchange.begin_wait(self._peer)
             try:
                 self._transfer.wait()
                 if not self._copied:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..channel.shm.segments import DESCRIPTOR, HEAD, Mapping, Segment
-from ..process import page
 from ..protocol.errors import BrokenError, PoisonedError, ProtocolError
 from . import direct, ring
 from .algorithm_table import choose
@@ -144,7 +143,7 @@ class SharedPages:
             os.sched_yield()
             if seq.value >= count:
                 return True
-        page.mine.await_peer(exchange.ranks[source])
+        exchange.begin_wait(exchange.ranks[source])
         while (seen := seq.value) < count:
             if why := exchange.lost(source):
                 if seq.value >= count:  # it wrote this before its end

@@ -17,7 +17,7 @@ from .failures import Failure
 from .link_state import LinkState
 from .losses import Losses
 from .node import Node
-from .requests import ItemsRequest, Requests
+from .requests import ItemsRequest, Request, Requests
 
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
@@ -109,15 +109,18 @@ class Replies:
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         elif isinstance(reply, c.AtBreakpoint):
             self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
+        elif isinstance(reply, c.Ended):
+            for number in reply.requests:
+                request = self._asked(node, reply, number)
+                if request is not None:
+                    if request.kind is not c.Ended:
+                        raise ProtocolError(f"an Ended where {request.kind.__name__} was asked for")
+                    node.connection.answered = number
+                    self._requests.answer(request, rank, reply)
         else:
-            request = self._requests.get(reply.request)
+            request = self._asked(node, reply, reply.request)
             if request is None:
-                if reply.request not in node.connection.unawaited:
-                    raise ProtocolError(f"{type(reply).__name__} {reply.request}, which nobody has asked for")
-                node.connection.unawaited.discard(reply.request)
                 return
-            if request.node != rank and not request.asks(rank):
-                raise ProtocolError(f"node {rank} answers a request to node {request.node}")
             if isinstance(reply, c.Poisoned):
                 self._check_cause(reply)
             elif not isinstance(reply, request.kind):
@@ -129,6 +132,18 @@ class Replies:
                 raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
             node.connection.answered = reply.request
             self._requests.answer(request, rank, reply)
+
+    def _asked(self, node: Node, reply: c.Reply, number: int) -> Request | None:
+        """Returns the request of a number that a node's reply names; None if nobody waits for that any more. Raises
+        ProtocolError where it was not asked."""
+        request = self._requests.get(number)
+        if request is None:
+            if number not in node.connection.unawaited:
+                raise ProtocolError(f"{type(reply).__name__} {number}, which nobody has asked for")
+            node.connection.unawaited.discard(number)
+        elif request.node != node.rank and not request.asks(node.rank):
+            raise ProtocolError(f"node {node.rank} answers a request to node {request.node}")
+        return request
 
     def _check_cause(self, reply: c.Poisoned) -> None:
         """Refuses a cause that cannot be: the failure of a command that no node was sent. Raises ProtocolError."""

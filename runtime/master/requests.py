@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from ..protocol import commands as c
@@ -70,6 +70,10 @@ class Request:
         """Takes a node's reply; returns whether it was the last one that was due."""
         return True
 
+    def is_over_without(self, rank: int) -> bool:
+        """Takes it that a node, whose answer is due, is lost; returns whether that ends the wait."""
+        return True
+
     def resolve(self, reply: c.Reply | None = None) -> None:
         """Ends the wait. Called by any thread."""
         self.reply = reply
@@ -119,16 +123,14 @@ class ItemsRequest(CallbackRequest):
         super().resolve(reply)
 
 
-class MeshRequest(Request):
-    """An answer of each of several nodes, which are asked by one command."""
+class _OfSeveral(Request):
+    """An answer of each of several nodes."""
 
-    __slots__ = ("replies", "waiting")
+    __slots__ = ("waiting",)
 
-    def __init__(self, id: int, queue: CommandQueue, kind: type[Message], due: int) -> None:
-        super().__init__(id, queue.ranks[0], kind, due)
-        self.queue = queue
-        self.waiting = set(queue.ranks)  #: those that have not answered
-        self.replies: dict[int, c.Reply] = {}
+    def __init__(self, id: int, ranks: Sequence[int], kind: type[Message], due: int = 0) -> None:
+        super().__init__(id, ranks[0], kind, due)
+        self.waiting = set(ranks)  #: those that have not answered
 
     def asks(self, rank: int) -> bool:
         return rank in self.waiting
@@ -137,11 +139,77 @@ class MeshRequest(Request):
     def ranks(self) -> list[int]:
         return list(self.waiting)
 
-    def add_reply(self, rank: int, reply: c.Reply) -> bool:
-        self.replies[rank] = reply
+    def _is_last(self, rank: int) -> bool:
         self.waiting.discard(rank)
         self.node = next(iter(self.waiting), rank)
         return not self.waiting
+
+
+class MeshRequest(_OfSeveral):
+    """An answer of each of several nodes, which are asked by one command."""
+
+    __slots__ = ("replies",)
+
+    def __init__(self, id: int, queue: CommandQueue, kind: type[Message], due: int) -> None:
+        super().__init__(id, queue.ranks, kind, due)
+        self.queue = queue
+        self.replies: dict[int, c.Reply] = {}
+
+    def add_reply(self, rank: int, reply: c.Reply) -> bool:
+        self.replies[rank] = reply
+        return self._is_last(rank)
+
+
+class GroupRequest(_OfSeveral):
+    """An answer of each node of a group, for which no thread has to wait. The loss of a node ends that node's part
+    only."""
+
+    __slots__ = ("_then", "causes", "failed", "gone")
+
+    def __init__(self, id: int, ranks: Sequence[int], kind: type[Message]) -> None:
+        super().__init__(id, ranks, kind, 0)
+        self.failed = False  #: whether a node's part has failed, or a node was lost
+        self.causes: dict[int, c.Poisoned] = {}  #: why, by node
+        self.gone: set[int] = set()  #: the nodes that were lost before they have answered
+        self._then: deque[Callable[[], object]] = deque()  #: each is popped, and so called, exactly once
+
+    def call_at_end(self, fn: Callable[[], object]) -> None:
+        """Has ``fn`` called once no answer is due any more, in whichever thread takes the last one, or now: it must not
+        block."""
+        self._then.append(fn)
+        if self.done:
+            self._drain()
+
+    def is_answered(self, rank: int) -> bool:
+        """Returns whether no answer of a node will come any more."""
+        return self.done or rank not in self.waiting
+
+    def is_decided(self) -> bool:
+        """Returns whether all nodes have answered, or one has failed."""
+        return self.done or self.failed
+
+    def add_reply(self, rank: int, reply: c.Reply) -> bool:
+        if type(reply) is c.Poisoned:
+            self.causes[rank], self.failed = reply, True
+        return self._is_last(rank)
+
+    def is_over_without(self, rank: int) -> bool:
+        self.gone.add(rank)
+        self.failed = True
+        return self._is_last(rank)
+
+    def resolve(self, reply: c.Reply | None = None) -> None:
+        super().resolve(reply)
+        if self._then:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._then:
+            try:
+                fn = self._then.popleft()
+            except IndexError:  # another thread was faster
+                return
+            fn()
 
 
 class Requests:
@@ -198,6 +266,16 @@ class Requests:
         self._due[request.id] = request
         return request
 
+    def new_of_group(self, ranks: Sequence[int], kind: type[Message]) -> GroupRequest:
+        """Returns a new request to nodes, each of which gets its id with a command. Raises as ``check``."""
+        for rank in ranks:
+            outbox = self._state.nodes[rank].outbox
+            if outbox.over:
+                self._state.check(outbox)
+        request = GroupRequest(next(self._ids), ranks, kind)
+        self._due[request.id] = request
+        return request
+
     def withdraw(self, request: Request) -> None:
         """Forgets a request for which nobody waits any more; the reply that may still come is passed over.
 
@@ -227,14 +305,14 @@ class Requests:
 
     def answer(self, request: Request, rank: int, reply: c.Reply) -> None:
         """Takes a node's answer, and ends the wait if it is the last one that is due."""
-        if request.queue is None or request.add_reply(rank, reply):
+        if request.add_reply(rank, reply):
             self._due.pop(request.id, None)
             request.resolve(reply)
 
     def lose(self, rank: int) -> None:
         """Ends the waits for a node that is lost."""
         for request in self:
-            if request.asks(rank) and self._due.pop(request.id, None) is not None:
+            if request.asks(rank) and request.is_over_without(rank) and self._due.pop(request.id, None) is not None:
                 for late in request.ranks:
                     if late != rank:
                         self._state.nodes[late].connection.unawaited.add(request.id)  # its answer may still come

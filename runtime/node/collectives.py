@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from .. import collective
-from ..channel.base import MASTER, DataChannel
 from ..collective import IDS, NATIVE, Exchange, ReduceOp, Way, shares
 from ..process import page
 from ..process.flight import COUNT
@@ -119,11 +118,19 @@ def _run(command: c.Collective, wire: Exchange, inputs: Tensors, outs: Tensors) 
         between(inputs, outs)
 
 
-def join(node: NodeState, number: int, command: c.Collective, values: Mapping[int, Value], stream: str = "") -> None:
+def join(
+    node: NodeState,
+    number: int,
+    command: c.Collective,
+    values: Mapping[int, Value],
+    stream: str = "",
+    before_wait: Callable[[], None] | None = None,
+) -> None:
     """Does this node's part of a collective.
 
-    ``values``: its operands by ref. ``number`` is the command's own, for failures; ``stream`` the one that does it.
-    Raises PoisonedError, and what the collectives raise; the other ranks have been told.
+    ``values``: its operands by ref. ``number`` is the command's own, for failures; ``stream`` the one that does it;
+    ``before_wait`` is called before it waits for another rank. Raises PoisonedError, NonFiniteError, and what the
+    collectives raise; the other ranks have been told.
     """
     dtype = codec.dtype_of(command.dtype)
 
@@ -144,6 +151,7 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         blame=(node.rank, number),
         poison=None if poison is None else (poison.rank, poison.seq),
         carry=None if command.carry < 0 else codec.dtype_of(command.carry),
+        before_wait=before_wait,
     )
     began, ring = time.monotonic(), page.mine.ring
     try:
@@ -157,27 +165,14 @@ def join(node: NodeState, number: int, command: c.Collective, values: Mapping[in
         run()
         if node.check is not None:
             node.check.look_at(command.kind, tensors[given:], tensors[:given])
-    except PoisonedError as error:
-        _tell_master(node.channel, command, Poison(error.rank, error.seq))
-        raise
-    except NonFiniteError:
-        _tell_master(node.channel, command, Poison(node.rank, number))
+    except (PoisonedError, NonFiniteError):
         raise
     except Exception:
         node.channels.nodes.update(rank for rank in ranks if rank != node.rank)  # one of which may have told of a loss
-        _tell_master(node.channel, command, Poison(node.rank, number))
         raise
     finally:
         nbytes = sum(command.lengths) * dtype.itemsize
         ring.write(ring.slot(), began, number, nbytes, time.monotonic() - began, len(ranks) & COUNT, COLLECTIVE)
-    _tell_master(node.channel, command, None)
-
-
-def _tell_master(channel: DataChannel, command: c.Collective, poison: Poison | None) -> None:
-    if command.done and poison is None:
-        channel.isend(torch.empty(0, dtype=torch.uint8), MASTER, command.done)
-    elif command.done and poison is not None:
-        channel.refuse(MASTER, command.done, poison.rank, poison.seq)
 
 
 def take_part(node: NodeState, command: c.Collective) -> None:

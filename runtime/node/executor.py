@@ -237,7 +237,7 @@ class CommandExecutor(NodeState):
                 self.memory(command)
             case c.MemoryStats():
                 self.memory_stats(command, self.number)
-            case c.Collective(done=0):
+            case c.Collective(request=0):
                 page.mine.begin_command(self.seq, COLLECTIVE)
                 collectives.take_part(self, command)
                 page.mine.begin_command(self.seq, COMMANDS)

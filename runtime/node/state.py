@@ -496,7 +496,7 @@ class NodeState:
                     entries[call.out] = poison
         if isinstance(command, c.Run):
             self.functions.skip(command)
-        if traits.answers:
+        if traits.answers and command.request:  # type: ignore[union-attr]
             self.emit(c.Poisoned(command.request, poison.rank, poison.seq))  # type: ignore[union-attr]
 
     def spoil(self, ref: int, poison: Poison) -> None:

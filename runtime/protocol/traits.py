@@ -166,6 +166,7 @@ TRAITS: dict[type[c.Command], Traits] = {
         routed=True,
         recordable=True,
         renumbered=True,
+        answers=(c.Ended,),
         reads=lambda collective, _: (*collective.inputs, *collective.outs),
         writes=lambda collective, _: collective.outs,
     ),
@@ -192,4 +193,4 @@ def without_stream(command: c.Command) -> c.Command:
 def request_of(command: c.Command) -> int:
     """Returns the number of the request that a command answers; -1 for one that is not answered."""
     asking = without_stream(command)
-    return asking.request if TRAITS[type(asking)].answers else -1  # type: ignore[union-attr]
+    return (TRAITS[type(asking)].answers and asking.request) or -1  # type: ignore[union-attr]

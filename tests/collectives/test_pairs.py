@@ -27,7 +27,7 @@ def command(kind: str, size: int, numel: int, way: str, base: int, root: int, ho
     return c.Collective(
         kind=kind, transfer=1, ranks=rank_list(tuple(range(size))), inputs=(), outs=(), lengths=(),
         dtype=codec.dtype_id(torch.float32), op=0, root=root, algorithm=way, base=base, chunk=1 << 20, carry=-1,
-        hosts=rank_list(hosts), done=0,
+        hosts=rank_list(hosts), request=0,
     )  # fmt: skip
 
 

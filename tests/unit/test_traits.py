@@ -133,7 +133,7 @@ def test_what_has_a_request_is_answered() -> None:
     asking = {kind for kind in COMMANDS if "request" in kind.__struct_fields__}
     assert asking - {kind for kind in COMMANDS if TRAITS[kind].answers} == {c.Adopt}  # the request of the Run before it
     assert asking >= {kind for kind in COMMANDS if TRAITS[kind].answers}
-    named = {kind for kind in get_args(c.Reply) if "request" in kind.__struct_fields__}
+    named = {kind for kind in get_args(c.Reply) if {"request", "requests"} & {*kind.__struct_fields__}}
     assert {reply for traits in TRAITS.values() for reply in traits.answers} == named - {
         c.Poisoned,
         c.Mapped,
@@ -147,6 +147,7 @@ UNCHECKED = {
     c.Warned: "the link knows which commands it has sent; texts are cut where they are shown",
     c.Poisoned: "the link knows which commands and nodes there are",
     c.Done: "says nothing",
+    c.Ended: "the link knows which requests are due",
 }
 
 
@@ -173,7 +174,14 @@ def test_every_reply_has_a_row() -> None:
 
 def test_the_request_of_a_command() -> None:
     assert request_of(c.Sync(7)) == request_of(c.On(2, c.Run(7, b"", b"", True, ""))) == 7
-    assert request_of(c.Adopt(7, ())) == request_of(c.On(2, c.Wait(1))) == request_of(c.StopNode()) == -1
+    told = c.Collective("barrier", 1, c.RankList((0,)), (), (), (), 0, 0, 0, "", 0, 0, -1, c.RankList(()), 0)
+    assert (
+        request_of(told)
+        == request_of(c.Adopt(7, ()))
+        == request_of(c.On(2, c.Wait(1)))
+        == request_of(c.StopNode())
+        == -1
+    )
 
 
 def test_what_a_graph_holds_is_routed_to_it() -> None:

@@ -65,9 +65,12 @@ class LaneTask:
         sends: sends under way when it was queued; it waits for those that read memory that it writes.
         views: whether it may make, or keep, views of what it reads.
         over: whether it has nothing left to do that takes time: its thread only has to note that it is done.
+        brief: whether it takes a moment only, once it has begun, but for waits before which it says so (Exchange).
     """
 
-    __slots__ = ("keeps", "name", "outs", "over", "reads", "run", "sends", "seq", "spoil", "views", "waits", "writes")
+    __slots__ = (
+        "brief", "keeps", "name", "outs", "over", "reads", "run", "sends", "seq", "spoil", "views", "waits", "writes"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class LaneTask:
         self.sends: list[tuple[Entry, Transfer]] = []
         self.views = views
         self.over = over
+        self.brief = False
 
 
 class Lane(Other):

@@ -7,7 +7,7 @@ are streams the default one is a lane too, except while none of the others is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,8 +15,10 @@ import torch
 
 from ...channel.base import Transfer
 from ...channel.ticket import Ticket
+from ...collective import NATIVE
 from ...process import page
 from ...process.observing import FunctionDone
+from ...protocol import codec
 from ...protocol import commands as c
 from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
@@ -37,6 +39,8 @@ from .lanes import Lanes, stream_of
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
 #: handing a small operation over costs as much as doing it.
 LATELY = 1024
+#: Bytes of the operands of a collective that takes a moment only, but for waits for other ranks.
+BRIEF = 64 << 10
 
 
 class Graphs(Protocol):
@@ -82,6 +86,7 @@ class Scheduler(Lanes):
             **dict.fromkeys(kinds("anywhere"), self._effect),
         }
         self._collective_lane: Lane | None = None  #: does all collectives of a node, one after the other
+        self._ended: list[int] = []  #: requests of those that have ended, which the master was not told of yet
 
     def do(self, command: c.Command) -> None:
         """Deals out one command. The caller has to pass an exception of it to ``fail``."""
@@ -315,7 +320,7 @@ class Scheduler(Lanes):
 
         Nodes that do collectives in one order don't wait for each other in a circle.
         """
-        node, seq = self.node, self.node.seq
+        node, seq, request = self.node, self.node.seq, command.request
         collective, began = self._collective_lane, False
         if collective is None or collective.ended:
             collective = self._collective_lane = self.lane("collective")
@@ -324,24 +329,42 @@ class Scheduler(Lanes):
             nonlocal began
             began = True
             with page.mine.collective_beside():
-                join(node, seq, command, values, stream_of(collective))
+                join(node, seq, command, values, stream_of(collective), self._tell_ends)
+            if request:
+                self._ended.append(request)
+            if self._ended and not _goes_on(collective):
+                self._tell_ends()
             return None
 
         def spoil(poison: Poison) -> None:
             if not began and not self.closed:  # the other ranks wait for this one all the same
-                with suppress(PoisonedError):
-                    run(
-                        {
-                            ref: v if isinstance(v := collective.values.get(ref), torch.Tensor) else poison
-                            for ref in reads
-                        }
-                    )
+                given = collective.values
+                try:
+                    run({ref: v if isinstance(v := given.get(ref), torch.Tensor) else poison for ref in reads})
+                    return
+                except PoisonedError as error:
+                    poison = Poison(error.rank, error.seq)
+                except Exception as error:
+                    poison = self.report_failure(seq, command.kind, error)
+            self._tell_ends()
+            if request:
+                node.emit(c.Poisoned(request, poison.rank, poison.seq))
 
         reads = {ref: self._operand(ref, command.kind) for ref in (*command.inputs, *command.outs)}
         waits = [self.mark(lane)] if lane.order else []
-        self.put(collective, LaneTask(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil))
-        if not command.done:
+        task = LaneTask(seq, command.kind, run, reads, writes=command.outs, waits=waits, spoil=spoil)
+        size = sum(command.lengths) * codec.dtype_of(command.dtype).itemsize
+        task.brief = not self.cuda and command.algorithm != NATIVE and size <= BRIEF
+        self.put(collective, task)
+        if not request:
             self._task(lane, command.kind, _nothing, waits=[self.mark(collective)])
+
+    def _tell_ends(self) -> None:
+        """Tells the master of the collectives that have ended. Called on their lane."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self.node.emit(c.Ended(tuple(ended)))
+            self.node.progress()
 
     def _operand(self, ref: int, what: str) -> Entry:
         entry = self.entries.get(ref)
@@ -444,6 +467,22 @@ class Scheduler(Lanes):
         if lane is not self.default:  # the default one goes on until a command uses the tensor
             self.store.pending.pop(command.out, None)
             self._task(lane, "transfer", _nothing, [command.out])
+
+
+def _goes_on(lane: Lane) -> bool:
+    """Returns whether what a lane does next is brief, and can begin at once: what has ended is told then when it has
+    ended too, or waits for another rank."""
+    try:
+        this, task = lane.order[0], lane.order[1]
+    except IndexError:
+        return False
+    if not task.brief or task.sends or not all([mark.is_completed() for mark in task.waits]):
+        return False
+    made = [promise for _, promise in this.writes]  # as good as kept
+    return all(
+        not isinstance(entry, Later) or entry.is_completed() or any(entry is each for each in made)
+        for entry in task.reads.values()
+    )
 
 
 def _joins(lane: CudaLane) -> Run:
