@@ -107,7 +107,7 @@ class GroupEnd(Heard):
         """Waits until all nodes have answered, or one that has failed and those before it have; returns its answer.
 
         Raises NodeLost for a node that is lost, DisttensorError after the session's end, TimeoutError after ``timeout``
-        seconds.
+        seconds, BrokenError where another worker has come in the place of a lost node.
         """
         request = self.request
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -122,7 +122,9 @@ class GroupEnd(Heard):
             if (cause := request.causes.get(node)) is not None:
                 return cause
             if node in request.gone or node in request.waiting:
-                self.session.link.check(self.session.nodes[node].outbox)
+                self.session.link.check(self.session.link.nodes[node].outbox)
+                if node in request.gone:
+                    raise BrokenError(f"node {node} was lost, in whose place another worker is now")
                 raise DisttensorError("the session was shut down before the collective had ended")
         return None
 
