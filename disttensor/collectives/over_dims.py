@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..dispatch import seen_at
 from ..dispatch.call_site import here
@@ -163,7 +164,12 @@ def _pieces(x: torch.Tensor, dim: int, size: int) -> list[torch.Tensor]:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
+    """Calls a Function. Where nothing can ask for its gradient, only its forward: torch reads a signature at each
+    ``apply``, which costs as much as the collective."""
+    wanted = torch.is_grad_enabled() and any([isinstance(x, torch.Tensor) and x.requires_grad for x in args])
+    if wanted or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return function.apply(*args)
+    return function.forward(*args)
 
 
 def _check_gradient(x: torch.Tensor, op: ReduceOp) -> None:

@@ -77,7 +77,7 @@ class GroupEnd(Heard):
     def __init__(self, session: Session, nodes: Sequence[int]) -> None:
         """Raises NodeLost, DisttensorError after the session's end."""
         self.session, self.nodes = session, nodes
-        self.request: GroupRequest = session.link.requests.new_of_group(nodes, c.Ended)
+        self.request: GroupRequest = session.link.requests.new_of_group(nodes, c.TookPart)
 
     @property
     def node(self) -> int:

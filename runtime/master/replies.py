@@ -109,12 +109,12 @@ class Replies:
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         elif isinstance(reply, c.AtBreakpoint):
             self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
-        elif isinstance(reply, c.Ended):
+        elif isinstance(reply, c.TookPart):
             for number in reply.requests:
                 request = self._asked(node, reply, number)
                 if request is not None:
-                    if request.kind is not c.Ended:
-                        raise ProtocolError(f"an Ended where {request.kind.__name__} was asked for")
+                    if request.kind is not c.TookPart:
+                        raise ProtocolError(f"a TookPart where {request.kind.__name__} was asked for")
                     node.connection.answered = number
                     self._requests.answer(request, rank, reply)
         else:

@@ -334,7 +334,7 @@ REPLIES: dict[type[c.Reply], ReplyTraits] = {
     c.AtBreakpoint: ReplyTraits(False, _check_breakpoint),
     c.Poisoned: ReplyTraits(True, _nothing),
     c.Done: ReplyTraits(True, _nothing),
-    c.Ended: ReplyTraits(False, _nothing),  # the lane of collectives says when it leaves
+    c.TookPart: ReplyTraits(False, _nothing),  # the lane of collectives says when it leaves
     c.TrafficCounts: ReplyTraits(True, _check_counts),
 }
 

@@ -375,7 +375,7 @@ class Collective(Message, frozen=True, tag=60):
     number is the size of each, and no number says that all are one group. A node takes part in the one that it is in.
     ``lengths``: the elements of ``inputs``, then of ``outs``, which are written. ``root``: the root's place in the
     group; of a shift, its distance. ``carry``: the dtype that travels, -1 for the tensors' own. ``hosts``: the
-    number of each rank's host, in the place of a rank, if hosts matter. ``request``: is answered with Ended, 0 for
+    number of each rank's host, in the place of a rank, if hosts matter. ``request``: is answered with TookPart, 0 for
     none; with one, later commands need not wait. ``channel``: the number of the data channel.
     ``shares``, where not every rank has one tensor: the number of each rank's tensors; in an all_gather into one
     tensor, of its elements.
@@ -723,7 +723,7 @@ class Done(Message, frozen=True, tag=46):
 Figures: TypeAlias = tuple[int, int, float]
 
 
-class Ended(Message, frozen=True, tag=85):
+class TookPart(Message, frozen=True, tag=85):
     """The answer to collectives, in their order: the node has done its part in each."""
 
     requests: tuple[int, ...]
@@ -759,7 +759,7 @@ Reply: TypeAlias = (
     | AtBreakpoint
     | Poisoned
     | Done
-    | Ended
+    | TookPart
     | TrafficCounts
 )
 

@@ -166,7 +166,7 @@ TRAITS: dict[type[c.Command], Traits] = {
         routed=True,
         recordable=True,
         renumbered=True,
-        answers=(c.Ended,),
+        answers=(c.TookPart,),
         reads=lambda collective, _: (*collective.inputs, *collective.outs),
         writes=lambda collective, _: collective.outs,
     ),

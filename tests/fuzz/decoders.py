@@ -155,7 +155,7 @@ _HOLDINGS = c.Holdings(1, 24, 100, 200, (c.Held(7, 24, "float32 (2, 3)"),))
 _REPORTS = [
     c.Report(5, (reply,))
     for reply in (
-        c.Ended((10, 11)),
+        c.TookPart((10, 11)),
         c.Answer(1, "\u00e9"), c.Shapes(2, (_G, None)), c.Result(3, _RESULT, (_G,)), c.Done(9), c.Poisoned(4, 0, 1),
         c.Mapped(1, (0, 2), (_RESULT, _RESULT), (3,), 0.5),
         c.Failed(1, "aten::add", "builtins.RuntimeError", "no", "tb", ("no", (1, 2.5))), _HELLO,

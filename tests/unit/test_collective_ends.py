@@ -68,14 +68,14 @@ RECV = c.Recv(1 << 60 | 1, 9, -1, (4,), FLOATS, "cpu")
 
 def test_what_ends_in_a_row_is_told_by_one_reply(node: Told) -> None:
     node.do(RECV, reduced(9, 11), reduced(1, 12), reduced(1, 13), reduced(2, 14))
-    assert not [reply for reply in node.replies if isinstance(reply, c.Ended)]
+    assert not [reply for reply in node.replies if isinstance(reply, c.TookPart)]
     arrive(node)
-    assert node.come(c.Ended) == [c.Ended((11, 12, 13, 14))]
+    assert node.come(c.TookPart) == [c.TookPart((11, 12, 13, 14))]
 
 
 def test_one_alone_is_told_at_once(node: Told) -> None:
     node.do(reduced(1, 11))
-    assert node.come(c.Ended) == [c.Ended((11,))]
+    assert node.come(c.TookPart) == [c.TookPart((11,))]
 
 
 def test_it_is_told_before_a_wait_for_another_rank(node: Told) -> None:
@@ -84,7 +84,7 @@ def test_it_is_told_before_a_wait_for_another_rank(node: Told) -> None:
     node.channel.connect({1: PeerInfo(1, other.address(), bytes(32))})
     node.do(RECV, reduced(9, 11), reduced(1, 12, (0, 1)))
     arrive(node)
-    assert node.come(c.Ended) == [c.Ended((11,))]
+    assert node.come(c.TookPart) == [c.TookPart((11,))]
     node.executor.channels.mark_lost(1, "its cable was cut")
     (failed,), (poisoned,) = node.come(c.Failed), node.come(c.Poisoned)
     assert isinstance(failed, c.Failed)
@@ -99,8 +99,8 @@ def test_it_is_told_before_one_that_may_take_long(node: Told, monkeypatch: pytes
     arrive(node)
     node.do(c.Sync(7))
     node.come(c.Done)
-    assert [reply for reply in node.replies if isinstance(reply, c.Ended)] == [
-        c.Ended((11,)), c.Ended((12,)), c.Ended((13,))
+    assert [reply for reply in node.replies if isinstance(reply, c.TookPart)] == [
+        c.TookPart((11,)), c.TookPart((12,)), c.TookPart((13,))
     ]  # fmt: skip
 
 
@@ -108,11 +108,11 @@ def test_it_is_told_before_one_whose_tensor_is_not_there(node: Told) -> None:
     second = c.Recv(1 << 60 | 2, 8, -1, (4,), FLOATS, "cpu")
     node.do(RECV, second, reduced(9, 11), reduced(8, 12))
     arrive(node)
-    assert node.come(c.Ended) == [c.Ended((11,))]
+    assert node.come(c.TookPart) == [c.TookPart((11,))]
     node.master.isend(torch.ones(4), 0, 1 << 60 | 2)
     node.do(c.Sync(7))
     node.come(c.Done)
-    assert node.come(c.Ended) == [c.Ended((11,)), c.Ended((12,))]
+    assert node.come(c.TookPart) == [c.TookPart((11,)), c.TookPart((12,))]
 
 
 def test_poison_is_told_with_what_has_ended_before(node: Told) -> None:
@@ -122,8 +122,8 @@ def test_poison_is_told_with_what_has_ended_before(node: Told) -> None:
     arrive(node)
     node.do(c.Sync(7))
     node.come(c.Done)
-    answers = [reply for reply in node.replies if isinstance(reply, c.Ended | c.Poisoned)]
-    assert answers == [c.Ended((11,)), c.Poisoned(12, 0, failed.seq), c.Ended((13,))]
+    answers = [reply for reply in node.replies if isinstance(reply, c.TookPart | c.Poisoned)]
+    assert answers == [c.TookPart((11,)), c.Poisoned(12, 0, failed.seq), c.TookPart((13,))]
 
 
 @pytest.mark.parametrize("request_id", [11, 0])
@@ -133,5 +133,5 @@ def test_a_collective_that_cannot_be_queued_is_answered_once(node: Told, request
     node.come(c.Done)
     (failed,) = node.come(c.Failed)
     assert isinstance(failed, c.Failed)
-    answers = [reply for reply in node.replies if isinstance(reply, c.Ended | c.Poisoned)]
+    answers = [reply for reply in node.replies if isinstance(reply, c.TookPart | c.Poisoned)]
     assert answers == ([c.Poisoned(11, 0, failed.seq)] if request_id else [])

@@ -44,11 +44,11 @@ def script() -> Iterator[Script]:
 def test_it_ends_with_the_last_node(script: Script) -> None:
     end = script.end()
     for rank in (2, 0):
-        script.hub.say(rank, c.Ended((end.request.id,)), done=1)
+        script.hub.say(rank, c.TookPart((end.request.id,)), done=1)
         assert not end.has_ended()
     with pytest.raises(TimeoutError, match="node 1 has not answered within"):
         end.wait_for_all(0.001)
-    script.hub.say(1, c.Ended((end.request.id,)), done=1)
+    script.hub.say(1, c.TookPart((end.request.id,)), done=1)
     assert end.wait_for_each(1.0) is None
     end.wait(0)
     assert end.has_ended()
@@ -60,7 +60,7 @@ def test_one_reply_ends_several(script: Script) -> None:
     both.call_at_end(lambda: told.append("over"))
     for rank in range(3):
         assert (told, both.node) == ([], rank)
-        script.hub.say(rank, c.Ended(tuple(end.request.id for end in ends)), done=2)
+        script.hub.say(rank, c.TookPart(tuple(end.request.id for end in ends)), done=2)
         script.link.replies.drain()
     assert told == ["over"]
     assert both.is_completed()
@@ -75,7 +75,7 @@ def test_the_first_cause_in_the_order_of_nodes_counts(script: Script) -> None:
         end.wait_for_each(0.001)
     script.hub.say(0, early, done=1)
     assert end.wait_for_each(1.0) == early
-    script.hub.say(1, c.Ended((end.request.id,)), done=1)
+    script.hub.say(1, c.TookPart((end.request.id,)), done=1)
     end.wait_for_all(1.0)
     with pytest.raises(PoisonedError) as raised:
         end.wait(0)
@@ -86,10 +86,10 @@ def test_a_lost_node_has_no_answer(script: Script) -> None:
     end = script.end()
     script.link.losses.lose(1, "it fell")
     assert not end.has_ended()
-    script.hub.say(0, c.Ended((end.request.id,)), done=1)
+    script.hub.say(0, c.TookPart((end.request.id,)), done=1)
     with script.link.unheard(), pytest.raises(NodeLost, match="it fell"):
         end.wait_for_each(1.0)
-    script.hub.say(2, c.Ended((end.request.id,)), done=1)
+    script.hub.say(2, c.TookPart((end.request.id,)), done=1)
     end.wait_for_all(1.0)
     with pytest.raises(BrokenError, match="node 1"):
         end.wait(0)
@@ -103,7 +103,7 @@ def test_a_lost_node_whose_place_is_taken(script: Script) -> None:
     script.link.replies.drain()
     script.link.resume(1, lambda: 1)
     for rank in (0, 2):
-        script.hub.say(rank, c.Ended((end.request.id,)), done=1)
+        script.hub.say(rank, c.TookPart((end.request.id,)), done=1)
     with pytest.raises(BrokenError, match="node 1 was lost, in whose place another worker is now"):
         end.wait_for_each(1.0)
 
@@ -120,6 +120,6 @@ def test_the_sessions_end_ends_it(script: Script) -> None:
 
 def test_an_end_told_twice_fails_the_node(script: Script) -> None:
     end = script.end()
-    script.hub.say(0, c.Ended((end.request.id, end.request.id)), done=1)
+    script.hub.say(0, c.TookPart((end.request.id, end.request.id)), done=1)
     with script.link.unheard(), pytest.raises(NodeLost, match="broke the protocol: node 0 answers a request to node"):
         end.wait_for_each(1.0)

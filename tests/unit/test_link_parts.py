@@ -125,12 +125,12 @@ def test_requests(state: LinkState) -> None:
 def test_a_request_of_a_group(state: LinkState) -> None:
     """It ends with the last answer that is due: one of a lost node is not."""
     requests, told = Requests(state), list[str]()
-    one, two, three, four = (requests.new_of_group((0, 1), c.Ended) for _ in range(4))
+    one, two, three, four = (requests.new_of_group((0, 1), c.TookPart) for _ in range(4))
     one.call_at_end(lambda: told.append("one"))
     assert (one.node, one.ranks, one.is_answered(0), one.is_decided()) == (0, [0, 1], False, False)
-    requests.answer(one, 0, c.Ended((one.id,)))
+    requests.answer(one, 0, c.TookPart((one.id,)))
     assert (one.node, one.ranks, one.done, one.is_answered(0), one.is_answered(1)) == (1, [1], False, True, False)
-    requests.answer(one, 1, c.Ended((one.id,)))
+    requests.answer(one, 1, c.TookPart((one.id,)))
     assert (one.done, one.failed, told, requests.get(one.id)) == (True, False, ["one"], None)
     one.call_at_end(lambda: told.append("late"))
     assert told == ["one", "late"]
@@ -140,13 +140,13 @@ def test_a_request_of_a_group(state: LinkState) -> None:
     requests.lose(0)
     assert (two.done, two.failed, two.gone) == (True, True, {0})
     assert (three.done, three.is_decided(), three.ranks) == (False, True, [1])
-    requests.answer(three, 1, c.Ended((three.id,)))
+    requests.answer(three, 1, c.TookPart((three.id,)))
     assert (three.done, three.gone) == (True, {0})
     requests.end()
     assert (four.done, four.ranks) == (True, [1])
     state.nodes[1].lose(NodeLost(1, "a", 1, "it fell"))
     with state.unheard(), pytest.raises(NodeLost):
-        requests.new_of_group((0, 1), c.Ended)
+        requests.new_of_group((0, 1), c.TookPart)
     assert [*requests] == [four]
 
 

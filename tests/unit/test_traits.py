@@ -147,7 +147,7 @@ UNCHECKED = {
     c.Warned: "the link knows which commands it has sent; texts are cut where they are shown",
     c.Poisoned: "the link knows which commands and nodes there are",
     c.Done: "says nothing",
-    c.Ended: "the link knows which requests are due",
+    c.TookPart: "the link knows which requests are due",
 }
 
 

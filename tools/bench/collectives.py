@@ -3,6 +3,11 @@
 
     python tools/bench/collectives.py [--ranks 2 4] [--sizes 4K 64K 1M 64M] [--channels shm tcp]
     python tools/bench/collectives.py --sizes 1K-256M --plot collectives.png
+    python tools/bench/collectives.py --calls [--ranks 2]
+
+"waited" is the script that waits for each call (``async_op=True``, ``wait()``). ``--calls`` is about what a small
+all_reduce costs by how it is called, over a list and over a dim of a mesh: microseconds of CPU, of the script's thread
+that calls, of its process, and of all processes; the least of several blocks, in turns. Twenty seconds.
 
 All take turns in the same minutes, in blocks of calls, and the medians are compared: machines are shared and noisy.
 MPI is measured where mpi4py and an mpiexec are there. About two minutes; over all sizes eight.
@@ -18,8 +23,10 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from contest import Mpi, Team, calls_of, mpi_ranks, parse_size, parse_sizes, plot, show_size
@@ -151,23 +158,27 @@ class Master:
         self._dt, self._size = dt, size
         dt.init_master_worker(nodes=size, backend="shm", threads=1)
 
-    def _op(self, collective: str, xs: list[torch.Tensor]) -> Op:
+    def _op(self, collective: str, xs: list[torch.Tensor], waited: bool) -> Op:
+        call = self._call(collective, xs)
+        return (lambda: call(async_op=True).wait()) if waited else call
+
+    def _call(self, collective: str, xs: list[torch.Tensor]) -> Callable[..., Any]:
         dt = self._dt
         if collective == "all_reduce":
-            return lambda: dt.all_reduce(xs)
+            return partial(dt.all_reduce, xs)
         if collective == "broadcast":
-            return lambda: dt.broadcast(xs, 0)
+            return partial(dt.broadcast, xs, 0)
         if collective == "reduce":
-            return lambda: dt.collectives.reduce(xs, 0)
+            return partial(dt.collectives.reduce, xs, 0)
         if collective == "all_gather":
             lists = [[torch.empty_like(x) for _ in xs] for x in xs]
-            return lambda: dt.all_gather(lists, xs)
+            return partial(dt.all_gather, lists, xs)
         raise ValueError(collective)
 
-    def measure(self, collective: str, nbytes: int) -> list[tuple[float, float]]:
+    def measure(self, collective: str, nbytes: int, waited: bool = False) -> list[tuple[float, float]]:
         """Until the last of a block of calls is done. The CPU time is this process's."""
         dt, calls = self._dt, calls_of(nbytes)
-        op = self._op(collective, [torch.zeros(nbytes // 4, device=f"node:{k}") for k in range(self._size)])
+        op = self._op(collective, [torch.zeros(nbytes // 4, device=f"node:{k}") for k in range(self._size)], waited)
         op()
         dt.synchronize()
         start, used = time.perf_counter(), time.process_time()
@@ -180,6 +191,104 @@ class Master:
         self._dt.shutdown()
 
 
+class Waited:
+    """A script that waits for each call; the session is that of a Master."""
+
+    name = "waited"
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    def measure(self, collective: str, nbytes: int) -> list[tuple[float, float]]:
+        return self._master.measure(collective, nbytes, waited=True)
+
+    def close(self) -> None:
+        pass
+
+
+# ---- what a call costs ----------------------------------------------------------------------------------------------
+
+
+def ways_to_call(size: int) -> dict[str, Callable[[int], None]]:
+    """Functions that make so many small all_reduces."""
+    import disttensor as dt
+
+    mesh = dt.mesh(dp=size)
+    xs = [torch.zeros(16, device=f"node:{k}") for k in range(size)]
+    x = torch.zeros(16, device=mesh.device)
+    there, everywhere = torch.zeros((), device="node:0"), torch.zeros((), device=mesh.device)
+
+    def on_list(**how: bool) -> Any:
+        return dt.all_reduce(xs, **how)
+
+    def on_mesh(**how: bool) -> Any:
+        return dt.collectives.all_reduce_(x, over="dp", **how)
+
+    def new_one(**how: bool) -> Any:
+        y = dt.all_reduce(x, over="dp", **how)
+        return y
+
+    def plain(call: Callable[..., Any], after: Callable[[], object] = lambda: None, each: int = 1) -> Any:
+        def run(calls: int) -> None:
+            for i in range(1, calls + 1):
+                call()
+                if i % each == 0:
+                    after()
+
+        return run
+
+    def in_flight(call: Callable[..., Any], many: int) -> Any:
+        def run(calls: int) -> None:
+            for _ in range(calls // many):
+                for work in [call(async_op=True) for _ in range(many)]:
+                    work.wait()
+
+        return run
+
+    return {
+        "list": plain(on_list),
+        "list, item() after each 16": plain(on_list, there.item, 16),
+        "list, asynchronous, 16 in flight": in_flight(on_list, 16),
+        "list, item() after each": plain(on_list, there.item),
+        "list, waited for": in_flight(on_list, 1),
+        "mesh, in place": plain(on_mesh),
+        "mesh, a new tensor": plain(new_one),
+        "mesh, item() of it after each 16": plain(on_mesh, everywhere.item, 16),
+        "mesh, asynchronous, 16 in flight": in_flight(on_mesh, 16),
+        "mesh, item() of it after each": plain(on_mesh, everywhere.item),
+        "mesh, waited for": in_flight(on_mesh, 1),
+    }
+
+
+def measure_calls(size: int, rounds: int) -> None:
+    import disttensor as dt
+
+    calls = 96
+    dt.init_master_worker(nodes=size, backend="shm", threads=1)
+    clocks = [(~node["pid"] << 3) | 2 for node in dt.nodes()]  # as clock_getcpuclockid(3) has them
+
+    def used() -> tuple[float, float, float]:
+        script = time.process_time()
+        return time.thread_time(), script, script + sum(map(time.clock_gettime, clocks))
+
+    ways = ways_to_call(size)
+    least = dict.fromkeys(ways, (float("inf"),) * 3)
+    for _ in range(rounds + 1):  # the first warms up, and has what is learnt once
+        for name, run in ways.items():
+            dt.synchronize()
+            before = used()
+            run(calls)
+            thread = time.thread_time() - before[0]  # not of the synchronization
+            dt.synchronize()
+            _, process, everybody = (now - then for now, then in zip(used(), before, strict=True))
+            least[name] = tuple(map(min, least[name], (thread / calls, process / calls, everybody / calls)))  # type: ignore[assignment]
+    dt.shutdown()
+    what = f"us of CPU for an all_reduce of 64 B, {size} nodes"
+    print(f"{what:52s} {'thread':>8s} {'script':>8s} {'all':>8s}")
+    for name, seconds in least.items():
+        print(f"{name:52s} " + " ".join(f"{each * 1e6:8.1f}" for each in seconds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -187,6 +296,7 @@ def main() -> None:
     parser.add_argument("--channels", nargs="+", default=["shm", "tcp"])
     parser.add_argument("--collectives", nargs="+", default=["all_reduce"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", action="store_true", help="what a small one costs the script")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="PNGs: FILE-all_reduce-2.png and so on")
     parser.add_argument("--mpi-rank", action="store_true", help=argparse.SUPPRESS)
@@ -194,12 +304,17 @@ def main() -> None:
     if options.mpi_rank:
         mpi_ranks(mpi_do)
         return
+    if options.calls:
+        for size in options.ranks:
+            measure_calls(size, options.rounds)
+        return
     rows = []
     print(f"{'':34s} {'':10s} {'ms':>9s} {'CPU ms':>9s} {'GB/s':>6s} {'vs. best other':>14s}")
     for size in options.ranks:
-        teams: list[Team | Mpi | Master] = [Team("gloo", size, rank_main)]
+        teams: list[Team | Mpi | Master | Waited] = [Team("gloo", size, rank_main)]
         teams += [Team(who, size, rank_main, introduce) for who in options.channels]
-        teams.append(Master(size))
+        master = Master(size)
+        teams += [master, Waited(master)]
         try:
             teams.append(Mpi(size))
         except ImportError as error:

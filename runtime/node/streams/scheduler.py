@@ -363,7 +363,7 @@ class Scheduler(Lanes):
         """Tells the master of the collectives that have ended. Called on their lane."""
         if self._ended:
             ended, self._ended = self._ended, []
-            self.node.emit(c.Ended(tuple(ended)))
+            self.node.emit(c.TookPart(tuple(ended)))
             self.node.progress()
 
     def _operand(self, ref: int, what: str) -> Entry:
