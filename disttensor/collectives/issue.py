@@ -84,7 +84,7 @@ class CollectiveCall:
         ended = self.queue(session, async_op, site)
         if ended is None:
             return None
-        work = CollectiveWork(ended, f"{self.kind} of {self.group}", lambda: self.value)
+        work = CollectiveWork(ended, (self.kind, "of", self.group), lambda: self.value)
         return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
 
     def queue(self, session: Session, async_op: bool, site: Site | None) -> GroupEnd | None:
@@ -206,17 +206,25 @@ class CollectiveWork(Work[Any]):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
     def __init__(
-        self, ended: GroupEnd, text: str, make: Callable[[], Any], where: Callable[[int], str] = lambda node: ""
+        self,
+        ended: GroupEnd,
+        words: tuple[object, ...],
+        make: Callable[[], Any],
+        where: Callable[[int], str] = lambda node: "",
     ) -> None:
-        """``ended``: tells that each node has done its part; ``make`` gives the result, once, ``where`` says for a loss
-        what is gone with a node."""
+        """``ended``: tells that each node has done its part; ``words`` say what it is; ``make`` gives the result, once,
+        ``where`` says for a loss what is gone with a node."""
         self._where, self._make = where, make
         self._session, self._node = ended.session, ended.nodes[0]
-        self._text = text
+        self._words = words
         self._transfer = self.ended = ended
         self._made: list[Any] = []
         self._writing: Writing | None = None
         self.untaken: Untaken | None = None  #: says that nobody took the result, where that is a new tensor
+
+    @property
+    def _text(self) -> str:  # type: ignore[override]  # made when it is asked for, which it mostly is not
+        return " ".join(map(str, self._words))
 
     def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""

@@ -136,7 +136,7 @@ class _Call:
             finally:
                 route.reset(token)
 
-        return CollectiveWork(self.ended, f"{what} on {place}", later, place.outbox.where)
+        return CollectiveWork(self.ended, (what, "on", place), later, place.outbox.where)
 
     def new(self, what: str, place: MeshPlace, over: Over | None, make: Callable[[], Any]) -> Any:
         """Returns ``result``, a new tensor, which the caller's line is not to throw away."""

@@ -18,6 +18,7 @@ from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
 import disttensor as dt
+from disttensor.futures.listening import GroupEnd
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.node.receive_ahead import Ahead
@@ -43,6 +44,7 @@ class Operands:
     other: torch.Tensor
     leaf: torch.Tensor
     spread: torch.Tensor
+    each: list[torch.Tensor]  #: one for each node
 
 
 #: Operations, and the opcodes that the script's thread executes for each, with the call of the function here.
@@ -57,6 +59,16 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
 }
+#: Small collectives, and the opcodes of the script's thread for each, from the call to the queue.
+COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
+    "a list": (lambda it: dt.all_reduce(it.each), 2029),
+    "a list, asynchronous": (lambda it: dt.all_reduce(it.each, async_op=True), 2379),
+    "a mesh": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp"), 1539),
+    "a mesh, asynchronous": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp", async_op=True), 1886),
+    "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2384),
+}
+#: Those of a wait for an asynchronous one that has ended; and of each node's answer, where one reply has many.
+WAITED, ANSWERED = 62, 101
 #: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
 #: has applied. An operation has none.
 SENT_RECORD, APPLIED_RECORD = 69, 28
@@ -92,7 +104,8 @@ def operands() -> Iterator[Operands]:
     with dt.init_master_worker(nodes=2, launcher="inproc"), without_a_collector():
         here = torch.ones(4)
         leaf = torch.ones(4, device="node:0", requires_grad=True)
-        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device))
+        each = [here.to(f"node:{k}") for k in range(2)]
+        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device), each)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -204,6 +217,36 @@ def test_a_command_on_its_node_while_a_profile_is_on(commands: int) -> None:
             counts.append(count)
         executor.seq = first
     assert counts[1] - counts[0] == BEGUN + commands * TIMED
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective(name: str, operands: Operands) -> None:
+    """The least of many. With the link's lock, so that no other thread sends it."""
+    function, expected = COLLECTIVES[name]
+    link, counts = current.session().link, list[int]()
+    for _ in range(WARM + TIMES):
+        with link.lock:
+            for queue in link.queues:
+                queue.set_flush_threshold(100)
+            counts.append(opcodes(function, operands))
+        dt.synchronize()
+    assert min(counts[WARM:]) == expected
+
+
+def test_the_end_of_a_collective(operands: Operands) -> None:
+    """What each node's answer costs, and a wait for the work then."""
+    link, waits, answers = current.session().link, list[int](), list[int]()
+    for _ in range(TIMES):
+        works: list[Any] = [dt.all_reduce(operands.each, async_op=True) for _ in range(2)]
+        dt.synchronize()
+        waits += [opcodes(work.wait) for work in works]
+        ends = [GroupEnd(current.session(), (0, 1)) for _ in range(8)]
+        for many in (1, 7):
+            reply = c.TookPart(tuple(end.request.id for end in ends[:many]))
+            answers.append(opcodes(link.replies._take_reply, link.nodes[0], reply))
+            link.replies._take_reply(link.nodes[1], reply)
+            del ends[:many]
+    assert (min(waits), (min(answers[1::2]) - min(answers[::2])) // 6) == (WAITED, ANSWERED)
 
 
 def flushed(x: Any) -> int:

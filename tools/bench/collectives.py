@@ -215,16 +215,16 @@ def ways_to_call(size: int) -> dict[str, Callable[[int], None]]:
 
     mesh = dt.mesh(dp=size)
     xs = [torch.zeros(16, device=f"node:{k}") for k in range(size)]
-    x = torch.zeros(16, device=mesh.device)
+    x: Any = torch.zeros(16, device=mesh.device)
     there, everywhere = torch.zeros((), device="node:0"), torch.zeros((), device=mesh.device)
 
-    def on_list(**how: bool) -> Any:
+    def on_list(**how: Any) -> Any:
         return dt.all_reduce(xs, **how)
 
-    def on_mesh(**how: bool) -> Any:
+    def on_mesh(**how: Any) -> Any:
         return dt.collectives.all_reduce_(x, over="dp", **how)
 
-    def new_one(**how: bool) -> Any:
+    def new_one(**how: Any) -> Any:
         y = dt.all_reduce(x, over="dp", **how)
         return y
 
