@@ -1,4 +1,4 @@
-"""What ends with answers of nodes, and callbacks for its end: answers come in where a thread waits for one.
+"""The ends of what nodes answer for, and callbacks for them: answers come in where a thread waits for one.
 
 Listened   ends with answers; has a thread wait for them where a callback is added
 GroupEnd   the end of what several nodes do, each of which answers

@@ -18,7 +18,6 @@ from limits import HANG
 from thread_nodes import thread_nodes
 
 import disttensor as dt
-from disttensor.session import current
 
 N = 3
 
@@ -71,14 +70,13 @@ def test_nothing_is_sent_to_the_script_for_its_end(reduce: Callable[[Any], Any])
 
 
 def test_it_is_one_request(reduce: Callable[[Any], Any], tmp_path: Path) -> None:
-    requests = current.session().link.requests
     with Gate(tmp_path / "gate", 1):
-        under_way = len(requests)
+        under_way = dt.testing.queued().questions
         work = reduce(ones)
-        assert len(requests) == under_way + 1
+        assert dt.testing.queued().questions == under_way + 1
         assert not work.is_completed()
     work.wait()
-    assert len(requests) == 0
+    assert dt.testing.queued().questions == 0
 
 
 def test_who_polls_sees_the_end(reduce: Callable[[Any], Any]) -> None:
@@ -148,32 +146,21 @@ def test_an_error_of_one_node_is_everybodys(how: str) -> None:
     assert work.is_completed()
 
 
-def test_an_error_that_is_a_timeout_is_not_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = TimeoutError("the node's own")
-    monkeypatch.setattr(type(current.session().questions), "failure", lambda *_: error)
-    work = dt.all_reduce([bad(k) for k in range(N)], async_op=True)
-    assert work.exception(HANG) is error
-    monkeypatch.undo()
-    with pytest.raises(IndexError):
-        work.wait()
-
-
 def test_a_result_is_one_object(reduce: Callable[[Any], Any]) -> None:
     work = reduce(ones)
     assert work.result() is work.result()
 
 
-def test_what_could_not_be_issued_leaves_no_request(reduce: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_what_could_not_be_issued_leaves_no_request(tmp_path: Path) -> None:
     """The views of what a collective is writing can't be used: here the next one asks for one."""
-    requests = current.session().link.requests
     xs = [torch.ones(4, device=f"node:{k}") for k in range(N)]
     views = [x[:2] for x in xs]
     with Gate(tmp_path / "gate", 1):
         work = dt.all_reduce(xs, async_op=True)
-        under_way = len(requests)
+        under_way = dt.testing.queued().questions
         with pytest.raises(RuntimeError, match="view of what all_reduce"):
             dt.all_reduce(views, async_op=True)
-        assert len(requests) == under_way
+        assert dt.testing.queued().questions == under_way
     work.wait()
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from fake_hub import HELLO, FakeHub
 
+from disttensor.collectives.issue import CollectiveWork
 from disttensor.futures.listening import EndOfAll, GroupEnd
 from disttensor.runtime.master.link import Link
 from disttensor.runtime.protocol import commands as c
@@ -80,6 +81,20 @@ def test_the_first_cause_in_the_order_of_nodes_counts(script: Script) -> None:
     with pytest.raises(PoisonedError) as raised:
         end.wait(0)
     assert (raised.value.rank, raised.value.seq) == (0, 0)
+
+
+def test_an_error_that_is_a_timeout_is_not_the_waits(script: Script) -> None:
+    """The time limit of ``exception`` is told by what it raises, and the nodes' error by what it returns."""
+    end, error = script.end(), TimeoutError("a node's own")
+    questions = SimpleNamespace(failure=lambda *_: error)
+    end.session = cast(Any, SimpleNamespace(link=script.link, questions=questions))
+    work = CollectiveWork(end, ("all_reduce", "of", "nodes"), lambda: None)
+    with pytest.raises(TimeoutError, match="node 0 has not answered within"):
+        work.exception(0.001)
+    for rank in range(3):
+        script.hub.say(rank, c.Poisoned(end.request.id, 0, 0), done=1)
+    assert work.exception(1.0) is error
+    assert repr(work) == "<Work done: all_reduce of nodes>"
 
 
 def test_a_lost_node_has_no_answer(script: Script) -> None:
