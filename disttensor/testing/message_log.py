@@ -11,7 +11,7 @@ from ..runtime.process.gc_pause import no_collection
 from ..runtime.process.observing import MessageSent, ReportTaken
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.traits import request_of
+from ..runtime.protocol.traits import request_of, without_stream
 from ..session import current
 
 
@@ -35,8 +35,13 @@ class NodeLog:
 
     @property
     def questions(self) -> list[str]:
-        """The names of the commands that the nodes answer."""
-        return [name for name, command in self._named() if request_of(command) >= 0]
+        """The names of the commands that the nodes answer, without asynchronous collectives: what issues one does not
+        wait for its end."""
+        return [
+            name
+            for name, command in self._named()
+            if request_of(command) >= 0 and not isinstance(without_stream(command), c.Collective)
+        ]
 
     @property
     def replies(self) -> list[str]:

@@ -367,7 +367,8 @@ def cost(nodes: int) -> tuple[set[tuple[str, ...]], int]:
         steps = training(model, dt.shard(torch.ones(2 * nodes, 6, dtype=torch.float64), mesh, dp=0))
         with testing.MessageLog() as log:
             calls = calls_of(steps)
-        assert (log.reports, log.questions) == (0, [])
+        assert log.questions == []
+        assert {*log.replies} <= {"TookPart"}  # the ends of asynchronous collectives
         return {tuple(name for name in log[k].commands if name != "Free") for k in range(nodes)}, calls
 
 
