@@ -15,7 +15,7 @@ from ..futures.listening import Listened, wait_for_answer
 from ..futures.work import T_co
 from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Failure, Site
-from ..runtime.master.requests import CallbackRequest, ItemsRequest, Request
+from ..runtime.master.requests import CallbackRequest, ItemsRequest
 from ..runtime.master.route import waits
 from ..runtime.node.streams.lane import when_all
 from ..runtime.protocol import commands as c
