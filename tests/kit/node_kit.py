@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from limits import HANG
+
 from disttensor.runtime.channel import get_channel
 from disttensor.runtime.channel.base import ChannelContext, DataChannel, PeerInfo
 from disttensor.runtime.channel.opened import Channels
@@ -47,6 +49,13 @@ class Node:
         batch = c.Batch(self.executor.seq, commands)
         self.executor.apply(codec.decode_batch(codec.encode(batch)))
         return self.replies[before:]
+
+    def close(self) -> None:
+        """Ends the executor and both ends of the channel."""
+        self.executor.close()
+        self.channel.close()
+        self.master.close()
+        self.executor.join(HANG)
 
     def __getitem__(self, ref: int) -> Any:
         return self.executor.store.entries[ref]

@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
         dt.run(torch.distributed.get_rank, node=[2, 0], distributed=True)
         called = threading.Event()
         for node in range(3):
-            there = torch.ones(1).to(f"node:{node}")
+            there = torch.ones(1 << 14).to(f"node:{node}")  # smaller ones come without a channel
             for other in range(3):
                 there.to(f"node:{other}").cpu()
             dt.fetch(there).add_done_callback(lambda work: called.set())

@@ -45,10 +45,7 @@ def node() -> Iterator[Told]:
     made = Told()
     made.do(FULL, *(c.Call(1, ref, (float(ref),)) for ref in (1, 2, 3)))
     yield made
-    made.executor.close()
-    made.channel.close()
-    made.master.close()
-    made.executor.join(HANG)
+    made.close()
 
 
 def reduced(ref: int, request: int, ranks: tuple[int, ...] = (0,), numel: int = 4) -> c.Collective:

@@ -304,10 +304,16 @@ def test_another_worker_begins_when_the_end_of_the_lost_one_is_told() -> None:
 # ---- on a node -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_use_of_what_is_gone(rank: int) -> None:
+def test_the_use_of_what_is_gone(node: Node, rank: int) -> None:
     """Reported once, by the first use; the node goes on. ``rank``: the node's own place, or that of a mate."""
-    node = Node()
     node.do(FULL, ADD, c.Call(1, 200, (1.0,)), c.Again(rank, 1, 100), c.Again(rank, 2, 150))
     first = node.failed(c.Call(2, 201, (1, 191)))  # 200 and 10
     assert (first.lost, first.incarnation) == (rank, 0)
@@ -323,16 +329,14 @@ def test_the_use_of_what_is_gone(rank: int) -> None:
     assert float(node[205][0, 0]) == 2, "what is made below the bound by a command that came late is there"
 
 
-def test_an_answer_about_what_is_gone() -> None:
-    node = Node()
+def test_an_answer_about_what_is_gone(node: Node) -> None:
     node.do(c.Again(0, 1, 100))
     replies = node.do(c.Digest(5, 10))
     assert [type(reply) for reply in replies] == [c.Failed, c.Poisoned]
     assert node.do(c.Query(6, 10))[-1] == c.Poisoned(6, 0, 1)
 
 
-def test_late_words_of_a_loss_end_nothing_of_the_worker_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node()
+def test_late_words_of_a_loss_end_nothing_of_the_worker_that_came(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     expired: list[int] = []
     channels: Channels = node.executor.channels
     monkeypatch.setattr(channels.data[0], "expire", lambda rank, why: expired.append(rank))
