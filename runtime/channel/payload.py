@@ -35,10 +35,12 @@ _from_memory.restype = ctypes.py_object
 def dtype_id(tensor: torch.Tensor) -> int:
     """Returns the wire id of ``tensor``'s dtype.
 
-    Raises TypeError for one that cannot travel (sparse, quantized, sub-byte, without memory).
+    Raises TypeError for one that cannot travel (sparse, nested, quantized, sub-byte, without memory).
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel as one; send its dense parts")
+    if tensor.is_nested:
+        raise TypeError("a nested tensor cannot travel as one; send what to_padded_tensor makes of it, or its parts")
     if not has_memory(tensor):
         raise TypeError(f"a {type(tensor).__name__} without memory cannot travel")
     try:
@@ -95,7 +97,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Returns a copy of a tensor's elements. Raises TypeError as ``dtype_id``."""
-    if tensor.layout is torch.strided and tensor.dtype in _EVERYDAY and (at := tensor.data_ptr()) and is_plain(tensor):
+    everyday = tensor.dtype in _EVERYDAY and tensor.layout is torch.strided and not tensor.is_nested
+    if everyday and (at := tensor.data_ptr()) and is_plain(tensor):
         return ctypes.string_at(at, tensor.nbytes)
     dtype_id(tensor)
     elements = plain(tensor)

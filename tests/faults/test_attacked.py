@@ -217,7 +217,7 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], object], type[dt.DisttensorError]
 def liar() -> Iterator[torch.Tensor]:
     """A tensor on node 1 of two, whose connections are made."""
     with dt.init_master_worker("tcp", nodes=2, threads=1):
-        x = torch.ones(1000, device="node:1")
+        x = torch.ones(10_000, device="node:1")  # smaller ones come to the script without a transfer
         for run, _ in WAYS.values():
             run(x)
         yield x
@@ -230,7 +230,7 @@ def test_a_wrong_number_of_a_transfer_ends_its_connection_only(way: str, liar: t
     run, error = WAYS[way]
     with within(1.0), pytest.raises(error, match=r"rank 1 sent transfer \d+ where \d+ was due"):
         run(liar)
-    assert (liar + 1).sum().item() == 2000  # what its commands answer is not what it sends
+    assert (liar + 1).sum().item() == 20_000  # what its commands answer is not what it sends
     probe(0)
 
 
@@ -389,7 +389,7 @@ def test_a_node_that_dies_in_the_middle_of_a_tensor(dies: str) -> None:
         source, target = (0, 1) if dies == "receiver" else (1, 0)
         kept = torch.arange(1 << 24, device="node:0")  # more than sockets hold
         x = torch.arange(1 << 24, device=f"node:{source}")
-        x[:3].to(f"node:{target}").cpu()
+        x[: 1 << 14].to(f"node:{target}").cpu()
         pids = [int(node["pid"]) for node in dt.nodes()]
         probe(0)
         with aftermath(2):

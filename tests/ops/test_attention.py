@@ -173,7 +173,7 @@ def test_what_is_nested_on_a_node_stays_there() -> None:
     nested = torch._nested_tensor_from_mask(batch().to(where), PADDED.logical_not().to(where))
     with pytest.raises(RuntimeError, match="needs its output_size"):
         nested.to_padded_tensor(0.0)
-    with pytest.raises(dt.errors.BrokenError, match="rank -1 receives float32 x 288"):
+    with pytest.raises(TypeError, match="a nested tensor cannot travel as one"):
         nested.cpu()
     with torch.no_grad():
         assert torch.equal(nested.to_padded_tensor(0.0, (3, 6, 16)).cpu(), batch() * ~PADDED[..., None])

@@ -412,6 +412,7 @@ def _takes_a_record(f: object) -> bool:
 
 #: Where else the front end asks which kernels a place has, and for what but a kernel.
 ASKED = {
+    "torch_backend/composites/as_cpu.py": "whether a cell that is traced is a CPU's, which computes it by parts",
     "torch_backend/composites/sdpa.py": "the name of the kernel that was chosen",
     "dispatch/rng_states.py": "the size of a generator's state",
     "collectives/issue.py": "which channels take the operands of a collective",
