@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG
 from quick import inputs
 from thread_nodes import thread_nodes
 from trace_schema import check_trace
@@ -98,6 +100,11 @@ class Oracle:
         for sent in self.of(MessageSent):
             for number, command in enumerate(codec.decode_batch(sent.message).commands, sent.number):
                 yield sent.node, number, command.command if isinstance(command, c.On) else command
+
+    def not_done(self) -> set[tuple[int, int]]:
+        """The commands that have left, and of whose end it was not told."""
+        left = {(node, number) for node, number, command in self.messages()}
+        return left - {(each.node, each.number) for each in self.of(CommandDone)}
 
     def arrows(self) -> dict[int, Points]:
         """The arrows of commands, by their numbers."""
@@ -225,6 +232,9 @@ def test_arrows_are_those_that_a_slow_oracle_finds(seams: list[NodeSeam], severa
         for _ in range(inputs(1000)):
             chance.act()
         dt.synchronize()
+        until = time.monotonic() + HANG
+        while oracle.not_done():  # a node answers first, and tells its observers then
+            assert time.monotonic() < until, oracle.not_done()
     recording.stop()
     recording.collect()
     recording.end()
