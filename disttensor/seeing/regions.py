@@ -12,7 +12,7 @@ class RegionRecorder(Protocol):
     """The recording of a profile, as regions know it."""
 
     def note_edge(self) -> float:
-        """Returns the time of a begin or an end. What was issued before is known from what is issued after."""
+        """Returns the time of a begin or an end, and notes which commands were issued before it."""
         ...
 
     def note_region(self, began: float, name: str) -> float:

@@ -101,9 +101,9 @@ def issued_commands(
     part of it that has a name has begun or ended; ``began``: the begin of it all.
 
     A note belongs to the command that has left with its site: each call has a site of its own, which may have issued
-    some commands one after the other. Those without a line leave in their order. What was not noted was issued between
-    two that were, or the message's leaving: its time is between these, by its place. So it may be wrong by the time in
-    which sixteen commands are issued.
+    some commands one after the other. Commands without a line leave in their order. A command without a note gets a
+    time between those of its neighbours that have one, by its place; the last ones of a message between a note and the
+    message's leaving. So a time may be wrong by that in which sixteen commands are issued.
     """
     found = _notes_in_order(notes)
     waiting = defaultdict[tuple[int, int | None], deque[int]](deque)

@@ -206,7 +206,7 @@ class _Chunk:
 
     def __init__(self, items: Sequence[_Item], node: int) -> None:
         self.node, self.number, self.size = node, items[0].number, len(items)
-        self.due = dict(enumerate(items))  #: those of which the node has not told, by their places
+        self.due = dict(enumerate(items))  #: the items of which the node is yet to tell, by place
         self.back, self.seconds = 0, 0.0  #: how many it has given back; for how long it was at the others
 
 
@@ -286,7 +286,7 @@ class _Mapping:
         return bool(self._running or self._done or self._failed or self._again)
 
     def _take_items(self) -> list[_Item]:
-        """Takes the items of the next chunk; none where there are no more."""
+        """Returns the items of the next chunk, and an empty list at the end."""
         size, items, nbytes = 1, list[_Item](), 0
         if self._chunks and self._length is not None:
             rest = len(self._again) + self._length - self._next

@@ -6,16 +6,14 @@ So there is no mutex: ``_claim`` is only ever tried, and ``_then`` relies on app
 
 from __future__ import annotations
 
-import logging
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+from ..process.callbacks import call_callbacks
 from ..protocol.errors import ChannelError, PoisonedError
 from .base import Transfer
-
-_log = logging.getLogger("disttensor.channel")
 
 
 class Passing:
@@ -37,7 +35,7 @@ class Ticket(Transfer):
         self._claim = allocate_lock()  #: taken by the thread that ends the transfer
         self._done = False
         self._failure: tuple[Callable[[str], ChannelError], str] | None = None
-        self._then: deque[Callable[[], None]] = deque()  #: each is popped, and so called, exactly once
+        self._then: deque[Callable[[], object]] = deque()
 
     def finish(self) -> None:
         """Ends the transfer well."""
@@ -51,18 +49,7 @@ class Ticket(Transfer):
         if self._claim.acquire(False):
             self._failure = failure
             self._done = True
-            self._drain()
-
-    def _drain(self) -> None:
-        while self._then:
-            try:
-                fn = self._then.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                fn()
-            except Exception:  # a callback's mistake must not end a channel's thread
-                _log.exception("a done callback of a transfer failed")
+            call_callbacks(self._then)
 
     def wait(self, timeout: float | None = None) -> None:
         self._wait(timeout, timeout)
@@ -86,7 +73,7 @@ class Ticket(Transfer):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._then.append(fn)
         if self._done:
-            self._drain()
+            call_callbacks(self._then)
 
     add_background_callback = add_done_callback
 

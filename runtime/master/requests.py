@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
+from ..process.callbacks import call_callbacks
 from ..protocol import commands as c
 from ..protocol.arguments import Message
 from ..protocol.errors import ProtocolError
@@ -171,14 +172,14 @@ class GroupRequest(_OfSeveral):
         self.failed = False  #: whether a node's part has failed, or a node was lost
         self.causes: dict[int, c.Poisoned] = {}  #: why, by node
         self.gone: set[int] = set()  #: the nodes that were lost before they have answered
-        self._then: deque[Callable[[], object]] = deque()  #: each is popped, and so called, exactly once
+        self._then: deque[Callable[[], object]] = deque()
 
     def call_at_end(self, fn: Callable[[], object]) -> None:
         """Has ``fn`` called once no answer is due any more, in whichever thread takes the last one, or now: it must not
         block."""
         self._then.append(fn)
         if self.done:
-            self._drain()
+            call_callbacks(self._then)
 
     def is_answered(self, rank: int) -> bool:
         """Returns whether no answer of a node will come any more."""
@@ -201,15 +202,7 @@ class GroupRequest(_OfSeveral):
     def resolve(self, reply: c.Reply | None = None) -> None:
         super().resolve(reply)
         if self._then:
-            self._drain()
-
-    def _drain(self) -> None:
-        while self._then:
-            try:
-                fn = self._then.popleft()
-            except IndexError:  # another thread was faster
-                return
-            fn()
+            call_callbacks(self._then)
 
 
 class Requests:

@@ -656,7 +656,7 @@ class Result(Message, frozen=True, tag=43):
 
 class Mapped(Message, frozen=True, tag=82):
     """Tells of items of a Run's chunk, by their places in it: the results of some, as encoded values, and which ones
-    have not begun and will not. Each item is told of once, but for the one that the Run's own answer is for."""
+    have not begun and will not. It tells of each item once, and never of the one that the Run's own answer is for."""
 
     request: int
     done: tuple[int, ...]

@@ -122,6 +122,20 @@ def test_requests(state: LinkState) -> None:
     assert four.done
 
 
+def test_a_callback_of_a_groups_request_that_raises_ends_nothing_else(
+    state: LinkState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is called in whichever thread takes the last answer, which waits for something else."""
+    requests, told = Requests(state), list[str]()
+    one = requests.new_of_group((0,), c.TookPart)
+    one.call_at_end(lambda: told.remove("nothing"))
+    one.call_at_end(lambda: told.append("next"))
+    requests.answer(one, 0, c.TookPart((one.id,)))
+    assert told == ["next"]
+    assert "a done callback failed" in caplog.text
+    requests.end()
+
+
 def test_a_request_of_a_group(state: LinkState) -> None:
     """It ends with the last answer that is due: one of a lost node is not."""
     requests, told = Requests(state), list[str]()

@@ -65,7 +65,7 @@ class LaneTask:
         sends: sends under way when it was queued; it waits for those that read memory that it writes.
         views: whether it may make, or keep, views of what it reads.
         over: whether it has nothing left to do that takes time: its thread only has to note that it is done.
-        brief: whether it takes a moment only, once it has begun, but for waits before which it says so (Exchange).
+        brief: whether it takes a moment only, once it has begun, except in waits, before which it says so (Exchange).
     """
 
     __slots__ = (

@@ -39,7 +39,7 @@ from .lanes import Lanes, stream_of
 #: After so many commands none of which was for a stream, the receiving thread does those of the default one by itself:
 #: handing a small operation over costs as much as doing it.
 LATELY = 1024
-#: Bytes of the operands of a collective that takes a moment only, but for waits for other ranks.
+#: Bytes of the operands of a collective that takes a moment only, except in waits for other ranks.
 BRIEF = 64 << 10
 
 
