@@ -267,7 +267,12 @@ class _Mapping:
         while len(self._running) < self._slots.total and (
             self._again or not (self._all or self._next - self._taken + self._size > most)
         ):
-            node = self._slots.take_slot(self._session)
+            try:
+                node = self._slots.take_slot(self._session)
+            except NodeLost:
+                if self._running or self._is_next_there():  # what these had comes first, in its turn
+                    break
+                raise
             if node is None:
                 break
             try:
@@ -284,6 +289,12 @@ class _Mapping:
                 self._slots.give_back(node)
                 self._lost(error, items)
         return bool(self._running or self._done or self._failed or self._again)
+
+    def _is_next_there(self) -> bool:
+        """Returns whether the next result, or its error, can be taken without a wait."""
+        if self._ordered:
+            return self._taken in self._done or self._taken in self._failed
+        return bool(self._done or self._failed)
 
     def _take_items(self) -> list[_Item]:
         """Returns the items of the next chunk, and an empty list at the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
@@ -216,6 +217,7 @@ class Chance:
 def test_arrows_are_those_that_a_slow_oracle_finds(seams: list[NodeSeam], several: bool) -> None:
     """Where several threads issue each line is noted, else every sixteenth: then a command's issue is between those of
     the sixteenth before and after it on its node."""
+    gc.collect()  # the graph of the run before: its nodes are told of its end at the collector's pleasure
     link, oracle, chance = current.session().link, Oracle(), Chance(1)
     for act in chance.acts:
         act[1](0)  # connections are made, and signatures are tried

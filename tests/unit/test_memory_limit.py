@@ -11,7 +11,6 @@ import pytest
 from disttensor.runtime.host.memory_limit import (
     MemoryGroup,
     MemoryKills,
-    begin_peak,
     memory_group,
     memory_left,
     resident,
@@ -142,15 +141,9 @@ def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free < total < 1 << 60
 
 
-def test_the_peak_of_what_is_resident(tmp_path: Path) -> None:
+def test_what_is_resident_where_the_system_does_not_say(tmp_path: Path) -> None:
     now, peak = resident()
     assert 0 < now <= peak
-    block = bytearray(256 << 20)  # other threads of this process may give tens of MiB back meanwhile
-    block[::4096] = bytes(len(block[::4096]))
-    assert resident()[1] >= now + (160 << 20)
-    del block
-    begin_peak()
-    assert resident()[1] < peak + (160 << 20)
     assert resident(tmp_path) == (0, 0)
     assert memory_left(tmp_path / "none")[0] >= 0
 
