@@ -7,6 +7,8 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ import channel_kit
 import pytest
 import torch
 from aftermath import aftermath
+from checkout import search_path
 from limits import HANG
 from processes import alive_after
 
@@ -507,12 +510,16 @@ def test_nothing_is_written_to_a_users_tensor_after_ctrl_c(monkeypatch):
 
 
 REFUSING = """
-import ctypes, platform, struct
+import ctypes, platform, struct, sys
 import torch, disttensor as dt
 from disttensor.runtime.channel.shm import direct
 
 libc = ctypes.CDLL(None, use_errno=True)
 number, seccomp = {"x86_64": (310, 317), "aarch64": (270, 277)}[platform.machine()]
+
+def hide():
+    "Has the kernel refuse it for a node, as for programs with secrets."
+    return ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 def refuse():
     "Has the kernel refuse process_vm_readv to all threads, as that of a container may."
@@ -534,8 +541,10 @@ direct.read_memory = counted
 values = torch.arange(200_000.)
 for session in range(2):
     dt.init_master_worker(nodes=1, threads=1)
+    if sys.argv[1] == "node":
+        assert dt.run(hide, node=0) == 0
     x = values.to("node:0")
-    if not session:
+    if sys.argv[1] == "script" and not session:
         while reads.count("read") < 3:
             assert torch.equal(x.cpu(), values)
         refuse()
@@ -546,7 +555,13 @@ for session in range(2):
 """
 
 
-def test_a_job_whose_kernel_refuses_it_goes_by_segments(script):
-    """In the middle of a session, and from its beginning: it is tried once, and nothing is said."""
-    done = script(REFUSING)
+@pytest.mark.parametrize("who", ["script", "node"])
+def test_a_job_whose_kernel_refuses_it_goes_by_segments(who, tmp_path):
+    """In the middle of a session, and from its beginning: it is tried once, and nothing is said. The script is not
+    allowed to read any process; or the node is not to be read, of whose memory it maps no segments either then."""
+    (path := tmp_path / "program.py").write_text(REFUSING)
+    before = [] if who == "script" or os.getuid() else ["setpriv", "--bounding-set=-sys_ptrace"]  # root reads any
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+    command = [*before, sys.executable, str(path), who]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=env, cwd=tmp_path)
     assert (done.stdout.split(), done.stderr, done.returncode) == (["1", "2"], "", 0)
