@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from limits import HANG
 from local_peak import local_peak
 from mesh_kit import connected
 
@@ -304,19 +302,10 @@ def test_frees_of_small_tensors_come_no_earlier() -> None:
     assert log[0].commands.count("Free") <= 8
 
 
-PEAK = """
-from disttensor.runtime.host.memory_limit import begin_peak, resident
-
-now, _ = resident()
-block = bytearray(64 << 20)
-block[::4096] = bytes(len(block[::4096]))
-assert resident()[1] >= now + (60 << 20)
-del block
-begin_peak()
-assert resident()[1] < now + (30 << 20)
-"""
-
-
 def test_the_peak_of_what_a_process_has_in_memory() -> None:
-    # in one of its own: what lives in this one, of other tests too, may give any amount back meanwhile
-    subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=HANG)
+    node.reset_peak_memory_stats("node:1")
+    before = node.max_memory_reserved("node:1")
+    dt.run(exec, "block = bytearray(64 << 20); block[::4096] = bytes(len(block[::4096]))", node=1)
+    assert node.max_memory_reserved("node:1") >= before + 60 * MIB
+    node.reset_peak_memory_stats("node:1")
+    assert node.max_memory_reserved("node:1") < before + 30 * MIB
