@@ -261,7 +261,7 @@ def test_a_word_of_a_side_channel_without_an_end_is_cut_off():
             sending.start()
             while sending.is_alive():  # until it is cut off
                 side.cut_endless()
-            sending.join()
+                sending.join(0.01)
     assert not all_sent.is_set()
 
 
