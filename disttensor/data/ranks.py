@@ -11,7 +11,7 @@ from ..collectives.over_dims import Over
 from ..dispatch import copies
 from ..dispatch.call_site import here
 from ..meshes.mesh import Mesh, all_dims_of, along, place_of
-from ..proxy.meta import Handle, contiguous, meta_of, new_ref
+from ..proxy.meta import Handle, meta_of_contiguous, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.process.spelling import shown
 from ..session import current
@@ -75,7 +75,7 @@ class Ranks:
 
     def handle(self, shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Handle:
         """Returns the handle of a contiguous tensor that is going to be there."""
-        return Handle(new_ref(), meta_of(shape, contiguous(shape), 0, dtype, place))
+        return Handle(new_ref(), meta_of_contiguous(shape, dtype, place))
 
     def put(self, parts: Sequence[torch.Tensor]) -> DistributedTensor:
         """Returns a tensor on the mesh whose shard on each rank is one of these local tensors, whose bytes are read

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..proxy.meta import Handle, Lazy, Meta, contiguous, meta_of, new_ref
+from ..proxy.meta import Handle, Lazy, Meta, contiguous, meta_of, meta_of_contiguous, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.channel.payload import is_plain
 from ..runtime.protocol import codec
@@ -41,19 +41,21 @@ def upload(tensor: torch.Tensor, place: Place, non_blocking: bool = False) -> Di
     """
     if layout_of(tensor) is not torch.strided:
         refuse_layout("a copy to a node", layout_of(tensor))
-    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    meta = meta_of_contiguous(tensor.shape, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
-    _upload(tensor, handle.meta, handle.ref, non_blocking)
+    _upload(tensor, meta, handle.ref, non_blocking)
     return proxy(handle)
 
 
 def _upload(tensor: torch.Tensor, meta: Meta, ref: int, non_blocking: bool) -> None:
     """Uploads a tensor to ``ref`` at the place of ``meta``, which has its geometry."""
     place, site = meta.place, here()
-    transfers = session_of(place).transfers
+    transfers = place.session.transfers
     # a mesh's nodes each get what the script has: by one command, over the script's link, or from each other
     if not isinstance(place, MeshPlace) or transfers.by_command(meta.nbytes, place):
-        transfers.upload(tensor.detach(), place, ref, site, non_blocking)
+        if type(tensor) is not torch.Tensor or tensor.requires_grad:
+            tensor = tensor.detach()
+        transfers.upload(tensor, place, ref, site, non_blocking)
         return
     transfers.link.check(place.outbox)
     each = tensor.numel() * tensor.element_size() <= SMALL
@@ -219,7 +221,7 @@ def move(tensor: DistributedTensor, place: Place) -> DistributedTensor:
         return _copied(tensor, place, [(0, tuple(range(len(place.members))))])
     if source.node == place.node:
         return _within(tensor, place)
-    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    meta = meta_of_contiguous(tensor.shape, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     _pass(tensor, place, handle.ref)
     return proxy(handle)
@@ -268,7 +270,7 @@ def _copied(tensor: Any, place: MeshPlace, ways: Sequence[tuple[int, Sequence[in
     """Returns a copy on a mesh. ``ways``: the rank of each source, and those of the mesh that get its values."""
     source: Place = tensor._place
     session_of(place).link.check(place.outbox)
-    meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+    meta = meta_of_contiguous(tensor.shape, tensor.dtype, place)
     handle = Handle(new_ref(), meta)
     spreads = []
     for rank, group in ways:
@@ -328,7 +330,7 @@ def _within(tensor: DistributedTensor, place: Place) -> DistributedTensor:
     site = here()
     meta = meta_of(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, place)
     if not is_dense(tensor):
-        meta = meta_of(tuple(tensor.shape), contiguous(tuple(tensor.shape)), 0, tensor.dtype, place)
+        meta = meta_of_contiguous(tensor.shape, tensor.dtype, place)
     ref = tensor._h.ref or materialise(tensor._h)
     handle = Handle(new_ref(), meta)
     make_room(place)

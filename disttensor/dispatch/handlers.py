@@ -85,6 +85,8 @@ _OURS, _TORCHS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent
 def asked_by_autograd() -> bool:
     """Returns whether autograd's engine has called this thread's operation, and no hook or function of the user's: it
     copies a gradient to where the tensor is. What stands between them is our own, or a mode's of torch's."""
+    if torch._C._current_graph_task_id() < 0:  # the engine does not run in this thread, as mostly
+        return False
     frame: FrameType | None = sys._getframe(1)
     ours: tuple[str, ...] = (_OURS,)
     others = False
@@ -155,7 +157,8 @@ def _copy(entry: OpEntry, args: Any, kwargs: Any) -> Any:
             source = share(source, where)
             if fill(target, source, non_blocking):
                 return target
-            torch.broadcast_shapes(source.shape, target.shape)
+            if source.shape != target.shape:
+                torch.broadcast_shapes(source.shape, target.shape)
             source = upload(source, place_of(target), non_blocking)
         elif place_of(source) is not place_of(target):
             source = move(cast(DistributedTensor, source), place_of(target))

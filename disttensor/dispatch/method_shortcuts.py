@@ -1,4 +1,5 @@
-"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``, ``x.cpu()``.
+"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``, ``x.cpu()``,
+``x.to("cpu")``.
 
 Torch's path from a method to `dispatch` costs more than dispatch itself. Where no mode is active above dispatch (no
 gradient to record, no mode, no autocast, no transform) a method here looks its plan up and issues at once. All other
@@ -32,6 +33,7 @@ _transforms = torch._C._are_functorch_transforms_active
 _WIDE = 1 << 63
 _NOTHING = type(None)
 _PRESERVE = torch.preserve_format
+_CPU = torch.device("cpu")
 
 
 # The six checks for active modes between a method and dispatch (gradients aside) are written out below. They cost a
@@ -106,6 +108,15 @@ def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does what ``cpu`` does where ``to`` is given that device and nothing else."""
+    if len(args) + len(kwargs) == 1 and not _modes():  # which are told of the method
+        device = args[0] if args else kwargs.get("device")
+        if device == "cpu" if type(device) is str else type(device) is torch.device and device == _CPU:
+            return self.cpu()
+    return torch.Tensor.to(self, *args, **kwargs)  # looked up here: a session may replace it (node_context.following)
+
+
 _BINARY: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("add", "__add__", "__radd__"),
     "sub.Tensor": ("sub", "__sub__"),
@@ -133,7 +144,7 @@ def install() -> None:
     """Gives DistributedTensor the methods of this file. A second call does nothing."""
     if "add" in vars(DistributedTensor):
         return
-    made = {"cpu": _cpu(torch.Tensor.cpu)}
+    made = {"cpu": _cpu(torch.Tensor.cpu), "to": _to}
     for table, make in ((_BINARY, _binary), (_UNARY, _unary)):
         for name, methods in table.items():
             packet, overload = name.split(".")

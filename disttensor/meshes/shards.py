@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..dispatch import copies, seen_at
-from ..proxy.meta import Handle, contiguous, meta_of, new_ref
+from ..proxy.meta import Handle, meta_of_contiguous, new_ref
 from ..proxy.proxy import DistributedTensor, method, proxy
 from ..session.places import MeshPlace, Place
 
@@ -26,7 +26,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, place: MeshPlace, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.devices = [tensor.device for tensor in tensors]
         shape = tuple(tensors[0].shape)
-        handle = Handle(new_ref(), meta_of(shape, contiguous(shape), 0, tensors[0].dtype, place))
+        handle = Handle(new_ref(), meta_of_contiguous(shape, tensors[0].dtype, place))
         for tensor, member in zip(tensors, place.members, strict=True):
             copies.put(tensor.detach(), member, handle.ref)
         return proxy(handle)

@@ -37,6 +37,9 @@ def minted_refs() -> int:
 MAX_METAS = 65_536
 _metas: dict[object, Meta] = {}
 caches.places(_metas.clear)
+#: Those of contiguous tensors, by shape, dtype and place; bounded in the same way.
+_contiguous: dict[object, Meta] = {}
+caches.places(_contiguous.clear)
 _PLAIN = (False, False)
 _proxies: list[type] = []
 
@@ -200,6 +203,18 @@ def meta_of(
             _metas.clear()
         meta = _metas.setdefault(key, Meta(*key))
         caches.keep(_metas, key, meta, place)
+    return meta
+
+
+def meta_of_contiguous(shape: tuple[int, ...], dtype: torch.dtype, place: Place) -> Meta:
+    """Returns the Meta of a contiguous tensor."""
+    key = (shape, dtype, place)
+    meta = _contiguous.get(key)
+    if meta is None:
+        if len(_contiguous) >= MAX_METAS:
+            _contiguous.clear()
+        meta = meta_of(tuple(shape), contiguous(tuple(shape)), 0, dtype, place)
+        caches.keep(_contiguous, key, meta, place)
     return meta
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,8 @@ SMALL = 64 << 10
 REPLIED = 32 << 10
 #: The most bytes of copies on their way. A larger upload waits, as a copy from pageable memory does in CUDA.
 STAGE = 64 << 20
+#: The uploads that travel with commands which are counted at once.
+NOTED = 256
 #: A download in words.
 DOWN = "a copy to the master"
 #: Seconds between two looks whether data that is arriving in a user's tensor goes on to do so.
@@ -120,6 +122,9 @@ class Transfers:
         self._numbers = count(1)
         #: the uploads that travelled with commands, and the downloads with replies, by the nodes that have taken part
         self.uploads: defaultdict[tuple[int, ...], TransferTally] = defaultdict(TransferTally)
+        #: the uploads that are not counted yet: the nodes, the bytes, when each began and ended. Without a lock, so
+        #: that an upload need not be safe from handlers of signals
+        self._issued = deque[tuple[tuple[int, ...], int, float, float]]()
         self.downloads: defaultdict[tuple[int, ...], TransferTally] = defaultdict(TransferTally)
         self.staged: dict[int, int] = {}  #: transfer -> bytes, of copies on their way
         self.arriving: dict[int, tuple[int, Transfer]] = {}  #: transfer -> (node, itself), of fetches under way
@@ -165,7 +170,9 @@ class Transfers:
         ``non_blocking`` returns at once, and without a copy of what a data channel carries: that tensor must not change
         before its bytes have left. Raises NodeLost, RuntimeError for a tensor that can't be copied.
         """
-        self.link.check(place.outbox)
+        outbox = place.outbox
+        if outbox.over:
+            self.link.check(outbox)
         codec.check_copy(tensor.shape, tensor.dtype)
         size = tensor.numel() * tensor.element_size()
         if self.by_command(size, place):
@@ -202,27 +209,41 @@ class Transfers:
 
     def _issue_upload(self, tensor: torch.Tensor, place: Place, ref: int, site: Site | None) -> None:
         """Issues an upload as an operation is issued: its bytes are copied now, and leave with the next message."""
-        began = time.perf_counter()
+        began = perf_counter()
         if type(tensor) is not torch.Tensor:  # another class says itself what a copy is, and may have no memory
             tensor = scratch(tensor).view(tensor.shape).copy_(tensor)
         data = bytes_of(tensor)
         command = c.Upload(ref, tuple(tensor.shape), codec.dtype_id(tensor.dtype), place.name, data)
+        outbox, noted, link = place.outbox, self._issued, self.link
+        if outbox.shut or outbox.asleep:
+            link.interrupts.look()
+        due = outbox.add_data(command, site, len(data))
+        noted.append((place.ranks, len(data), began, perf_counter()))
+        if len(noted) >= NOTED:
+            self._count_uploads()
+        if due:
+            link.sender.flush(outbox)
+        elif link.interrupts.pending:
+            link.interrupts.check()
+
+    def _count_uploads(self) -> None:
+        """Counts the uploads that were noted. Any thread may do so at any time: each is taken by one of them."""
         self.link.interrupts.look()
-        if self._queue_upload(command, place, site, len(data), began):
-            self.link.sender.flush(place.outbox)
-        elif self.link.interrupts.pending:
+        self._count_noted()
+        if self.link.interrupts.pending:
             self.link.interrupts.check()
 
     @uninterrupted
-    def _queue_upload(self, command: c.Upload, place: Place, site: Site | None, nbytes: int, began: float) -> bool:
-        """Queues an upload and counts it: uninterrupted, or a handler that raises could leave the count's lock held.
-        Returns whether the caller has to flush."""
-        due = place.outbox.add_data(command, site, nbytes)
-        self.uploads[place.ranks].add(nbytes, began)
-        return due
+    def _count_noted(self) -> None:
+        """Counts them: uninterrupted, or a handler that raises could leave the count's lock held."""
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while self._issued:
+                ranks, nbytes, began, ended = self._issued.popleft()
+                self.uploads[ranks].add_ended(nbytes, began, ended)
 
     def rows_by_command(self) -> list[Row]:
         """Returns the counts of the copies that travelled with commands and replies, of each node."""
+        self._count_uploads()
         sent, received = _by_rank(self.uploads), _by_rank(self.downloads)
         none: Figures = (0, 0, 0.0)
         ranks = sorted({*sent, *received})
@@ -250,7 +271,7 @@ class Transfers:
 
         Raises as ``wait_for_transfer``; RanksDiffer where the ranks of a mesh have different ones.
         """
-        began, meta = time.perf_counter(), tensor._h.meta  # type: ignore[attr-defined]  # it is a proxy
+        began, meta = perf_counter(), tensor._h.meta  # type: ignore[attr-defined]  # it is a proxy
         if self.by_reply(meta.nbytes, place):
             # as a question for a value is answered: the elements come with the reply
             reply = place.session.ask(place, c.Downloaded, lambda id: c.Download(id, ref), site, what=DOWN)
@@ -285,7 +306,7 @@ class Transfers:
 
         Raises as ``wait_for_transfer``; the target may have any contents then, and nothing writes it any more.
         """
-        began = time.perf_counter()
+        began = perf_counter()
         receiving, transfer, channel = self._begin_download(target, place, ref, target, site)
         try:
             self._end_download(receiving, transfer, place, site, began)
@@ -338,7 +359,7 @@ class Transfers:
         self.link.sender.flush(place.outbox)
         self.link.sender.flush_all()
         self.wait_for_transfer(receiving, place.node, counted=True, number=transfer)
-        self._counted.add(site, time.perf_counter() - began)
+        self._counted.add(site, perf_counter() - began)
         place.outbox.restart()
 
     def finish(self, rank: int, timeout: float | None) -> None:

@@ -23,7 +23,7 @@ import torch
 from ..dispatch.call_site import here
 from ..futures.work import T_co
 from ..meshes.mesh import Mesh
-from ..proxy.meta import Handle, contiguous, meta_of, new_ref
+from ..proxy.meta import Handle, meta_of_contiguous, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
 from ..runtime.master.route import waits
 from ..runtime.node import actors as node_side
@@ -186,7 +186,7 @@ class _Living:
         where = session.places.at(place.node, "cpu")
         self.ref = new_ref()
         self.key = session.job, self.ref
-        token: Any = proxy(Handle(self.ref, meta_of((1,), contiguous((1,)), 0, torch.int64, where)))
+        token: Any = proxy(Handle(self.ref, meta_of_contiguous((1,), torch.int64, where)))
         self.kept: tuple[DistributedTensor, Stream] | None = (token, Stream(place.device))
         self._closing: ActorWork[None] | None = None
         self._shared: _Shared | None = None

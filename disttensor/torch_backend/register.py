@@ -130,12 +130,13 @@ def _to_copy(
         options = {"dtype": dtype, "device": device, "memory_format": memory_format}
         given = {k: v for k, v in options.items() if v is not None}
         return dispatch(torch.ops.aten._to_copy.default, (), (source,), given)
-    source = source.detach()  # no subclass any more: that may refuse the next steps
+    if type(source) is not torch.Tensor or source.requires_grad:
+        source = source.detach()  # no subclass any more: that may refuse the next steps
     place = current.session().places.of(device or torch.device("node"))
-    source = handlers.share(source, place)
-    dtype = dtype or source.dtype
-    first = dtype if dtype.itemsize <= source.dtype.itemsize else source.dtype
-    remote = copies.upload(source.to(first), place, non_blocking)
+    source, has = handlers.share(source, place), source.dtype
+    dtype = dtype or has
+    first = source.to(dtype) if dtype is not has and dtype.itemsize <= has.itemsize else source
+    remote = copies.upload(first, place, non_blocking)
     return handlers.arrive(remote, source, {"memory_format": memory_format}, dtype)
 
 

@@ -67,6 +67,18 @@ class TransferTally:
         finally:
             self._lock.release()
 
+    def add_ended(self, nbytes: int, start: float, ended: float) -> None:
+        """Counts a transfer that began and ended then, which is told of later: perhaps behind one that ended later."""
+        self._lock.acquire()
+        try:
+            self.calls += 1
+            self.bytes += nbytes
+            if not self._running and ended > self._until:
+                self.seconds += ended - (start if start > self._until else self._until)
+                self._until = ended
+        finally:
+            self._lock.release()
+
     def begin_transfer(self, nbytes: int, start: float) -> None:
         """Counts a transfer that began at ``start`` and is under way until ``end_transfer``."""
         self._lock.acquire()

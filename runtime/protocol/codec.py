@@ -373,6 +373,7 @@ def dtype_of_data(id: int, shape: tuple[int, ...], data: bytes) -> torch.dtype:
     return dtype
 
 
+@lru_cache(4096)
 def check_copy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuses a copy that the receiver would refuse: at the user's line, before either end knows of it. Raises
     RuntimeError, as torch does for a tensor that it can't make."""

@@ -15,6 +15,8 @@ from disttensor.runtime.channel.payload import DTYPES
 from disttensor.runtime.node.state import NodeState
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.dtypes import IDS
+from disttensor.session import current
+from disttensor.session.transfers import NOTED
 
 LOCAL = torch.arange(1.0, 25.0).reshape(2, 3, 4)
 #: A tensor on a place, and the same one here.
@@ -34,6 +36,8 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
     "cpu": (lambda x: x.cpu(), torch.clone),
     "to": (lambda x: x.to("cpu"), torch.clone),
+    "to, by name": (lambda x: x.to(device=torch.device("cpu")), torch.clone),
+    "to, at once": (lambda x: x.to("cpu", non_blocking=True), torch.clone),
     "to another dtype": (lambda x: x.to("cpu", torch.complex128), lambda x: x.to(torch.complex128)),
     "in another format": (lambda x: x.cpu(memory_format=torch.contiguous_format), torch.Tensor.contiguous),
     "numpy": (lambda x: torch.from_numpy(x.numpy(force=True)), torch.clone),
@@ -88,12 +92,13 @@ def test_what_has_come_is_a_tensor_of_its_own(session: None) -> None:
     same(x, torch.ones(2, 2))
 
 
-def test_a_gradient_goes_back(session: None) -> None:
+@pytest.mark.parametrize("come", [torch.Tensor.cpu, lambda x: x.to("cpu")], ids=["cpu", "to"])
+def test_a_gradient_goes_back(session: None, come: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.ones(3, device="node:0", requires_grad=True)
-    (x.cpu() * 2).sum().backward()
+    (come(x) * 2).sum().backward()
     same(x.grad, torch.full((3,), 2.0))
     with torch.no_grad():
-        assert not x.cpu().requires_grad
+        assert not come(x).requires_grad
 
 
 def test_modes_see_it(session: None) -> None:
@@ -107,13 +112,17 @@ def test_modes_see_it(session: None) -> None:
     x = torch.ones(3, device="node:0")
     with Mode():
         x.cpu()
-    assert torch.Tensor.cpu in seen
+        x.to("cpu")
+    assert [function for function in seen if function in (torch.Tensor.cpu, torch.Tensor.to)] == [
+        torch.Tensor.cpu,
+        torch.Tensor.to,
+    ]
 
 
 def test_the_error_of_what_has_failed(session: None) -> None:
     x = torch.ones(3, device="node:0")
     failed = x[torch.tensor([5], device="node:0")] + 1
-    for way in (failed.cpu, failed.tolist, lambda: torch.empty(1).copy_(failed)):
+    for way in (failed.cpu, failed.tolist, lambda: failed.to("cpu"), lambda: torch.empty(1).copy_(failed)):
         with pytest.raises(IndexError, match="out of bounds"):
             way()
     assert x.cpu().tolist() == [1.0] * 3
@@ -151,6 +160,17 @@ def test_both_ends_count_them(session: None) -> None:
         ("node:0", "master"): (3, 28, 1, 1 << 15),
         ("node:1", "master"): (1, 4, 1, 1 << 15),
     }
+
+
+def test_uploads_that_nobody_has_asked_for_are_counted(session: None) -> None:
+    """They are noted, and counted a few hundred at a time: what is noted stays little."""
+    x, transfers = torch.ones(2), current.session().transfers
+    dt.channels.reset_stats()
+    for _ in range(2 * NOTED + 3):
+        x.to("node:0")
+    assert len(transfers._issued) < NOTED
+    sent = [row.sent for row in dt.channels.stats() if (row.channel, row.at) == ("commands", "master")]
+    assert [(each.calls, each.bytes) for each in sent] == [(2 * NOTED + 3, 8 * (2 * NOTED + 3))]
 
 
 #: What a node may say in place of three ones.

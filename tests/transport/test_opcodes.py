@@ -45,6 +45,7 @@ class Operands:
     leaf: torch.Tensor
     spread: torch.Tensor
     each: list[torch.Tensor]  #: one for each node
+    local: torch.Tensor
 
 
 #: Operations, and the opcodes that the script's thread executes for each, with the call of the function here.
@@ -58,6 +59,9 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x * 2, on a mesh": (lambda it: it.spread * 2, 187),
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
+    'local.to("node:0")': (lambda it: it.local.to("node:0"), 594),
+    "x.copy_(local)": (lambda it: it.plain.copy_(it.local), 911),
+    "local.to(mesh)": (lambda it: it.local.to(it.spread.device), 628),
 }
 #: Small collectives, and the opcodes of the script's thread for each, from the call to the queue.
 COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
@@ -95,7 +99,9 @@ EDGE, REGION = 48, 20
 #: which are the same for all.
 QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
     "x.item()": (lambda it: it.plain[0], 344),
-    "x.cpu()": (lambda it: it.plain, 443),
+    "x.cpu()": (lambda it: it.plain, 442),
+    'x.to("cpu")': (lambda it: it.plain, 501),
+    'x.to(device="cpu")': (lambda it: it.plain, 503),
 }
 
 
@@ -105,7 +111,7 @@ def operands() -> Iterator[Operands]:
         here = torch.ones(4)
         leaf = torch.ones(4, device="node:0", requires_grad=True)
         each = [here.to(f"node:{k}") for k in range(2)]
-        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device), each)
+        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device), each, here)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -121,7 +127,12 @@ def test_a_question(monkeypatch: pytest.MonkeyPatch, name: str, operands: Operan
     """What is around the exchange makes a small download as cheap as a value."""
     of, expected = QUESTIONS[name]
     asked, counter, original = of(operands), Counter(), Sender.exchange
-    ask: Any = asked.item if name == "x.item()" else asked.cpu
+    ask: Any = {
+        "x.item()": asked.item,
+        "x.cpu()": asked.cpu,
+        'x.to("cpu")': lambda: asked.to("cpu"),
+        'x.to(device="cpu")': lambda: asked.to(device="cpu"),
+    }[name]
 
     def exchange(*args: Any) -> Any:
         sys.settrace(None)

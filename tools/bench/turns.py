@@ -4,7 +4,8 @@ One measurement on two trees or more, in turns: sessions of all trees live side 
 milliseconds, in an order by chance. So a machine whose speed drifts drifts for all, and ratios are exact to about 1 %.
 A tree given twice shows how exact. Prints the medians over sessions of each tree's time over that of the first: by the
 clock, and of the script's thread on its core; and the least time of that thread in any turn. ``launch`` is an
-asynchronous all_reduce of three nodes, launched many times in a row.
+asynchronous all_reduce of three nodes, launched many times in a row; ``upload`` and ``download`` are of 1 KiB,
+``upload64`` of 64, ``to`` is ``.to("cpu")`` of 1.
 
 Trees are folders with a checkout each (``git worktree add``); all run in this environment.
 """
@@ -50,10 +51,16 @@ elif what == "step":
         optimizer.step()
         loss.item()
 else:
-    small = torch.ones(256)  # 1 KiB
-    uploads = 1000, lambda: small.to("node:0")
-    downloads = 100, small.to("node:0").cpu
-    ways = {"item": (100, s.item), "issue": (1000, lambda: x * 2), "upload": uploads, "download": downloads}
+    small, large = torch.ones(256), torch.ones(16 << 10)  # 1 and 64 KiB
+    there = small.to("node:0")
+    ways = {
+        "item": (100, s.item),
+        "issue": (1000, lambda: x * 2),
+        "upload": (1000, lambda: small.to("node:0")),
+        "upload64": (200, lambda: large.to("node:0")),
+        "download": (100, there.cpu),
+        "to": (100, lambda: there.to("cpu")),
+    }
     calls, call = ways[what]
 for _ in range(10 * calls):
     call()
@@ -68,7 +75,7 @@ for _ in sys.stdin:
     print(clock / calls, core / calls, flush=True)
 dt.shutdown()
 """
-WHAT = ("item", "issue", "upload", "download", "step", "copy", "shared", "launch")
+WHAT = ("item", "issue", "upload", "upload64", "download", "to", "step", "copy", "shared", "launch")
 
 
 class Figures(NamedTuple):
