@@ -152,13 +152,16 @@ def fetch(tensor: torch.Tensor) -> Work[torch.Tensor]:
     """
     if not isinstance(tensor, DistributedTensor):
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
-    source: Any = tensor.detach().resolve_conj().resolve_neg()
+    source: Any = tensor
+    strides: tuple[int, ...] | None = None
+    if tensor.requires_grad or not source._h.meta.in_order:
+        source = tensor.detach().resolve_conj().resolve_neg()
+        strides = copy_strides(source)
+        if strides == contiguous(tuple(source.shape)):
+            strides = None
     place: Place = source._place
     session = session_of(place)
     session.transfers.may_begin(place)
-    strides: tuple[int, ...] | None = copy_strides(source)
-    if strides == contiguous(tuple(source.shape)):
-        strides = None
     ref = source._h.ref or materialise(source._h)
     return Work(session, source, session.transfers.fetch(source, place.one, ref, strides, here()))
 

@@ -102,6 +102,7 @@ QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
     "x.cpu()": (lambda it: it.plain, 442),
     'x.to("cpu")': (lambda it: it.plain, 501),
     'x.to(device="cpu")': (lambda it: it.plain, 503),
+    "dt.fetch(x)": (lambda it: it.plain, 858),
 }
 
 
@@ -126,28 +127,36 @@ def test_an_operation(name: str, operands: Operands) -> None:
 def test_a_question(monkeypatch: pytest.MonkeyPatch, name: str, operands: Operands) -> None:
     """What is around the exchange makes a small download as cheap as a value."""
     of, expected = QUESTIONS[name]
-    asked, counter, original = of(operands), Counter(), Sender.exchange
+    asked, counter, works = of(operands), Counter(), list[Any]()
     ask: Any = {
         "x.item()": asked.item,
         "x.cpu()": asked.cpu,
         'x.to("cpu")': lambda: asked.to("cpu"),
         'x.to(device="cpu")': lambda: asked.to(device="cpu"),
+        "dt.fetch(x)": lambda: works.append(dt.fetch(asked)),
     }[name]
+    for exchange in ("exchange", "flush"):
+        original = getattr(Sender, exchange)
 
-    def exchange(*args: Any) -> Any:
-        sys.settrace(None)
-        reply = original(*args)
-        counter.join(sys._getframe(1))
-        return reply
+        def uncounted(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            sys.settrace(None)
+            reply = original(*args, **kwargs)
+            if get_ident() in counting:
+                counter.join(sys._getframe(1))
+            return reply
 
-    monkeypatch.setattr(Sender, "exchange", exchange)
-    counts = list[int]()
+        monkeypatch.setattr(Sender, exchange, uncounted)
+    counts, counting = list[int](), set[int]()
     for _ in range(WARM + TIMES):
         counter.count = 0
+        counting.add(get_ident())
         sys.settrace(counter.trace)
         ask()
         sys.settrace(None)
+        counting.clear()
         counts.append(counter.count)
+        while works:
+            works.pop().wait()
     assert min(counts[WARM:]) == expected
 
 
