@@ -6,6 +6,7 @@ is read is an ordinary file: a FIFO or a device in its place is an error, and no
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import io
@@ -23,6 +24,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..host.private_files import make_private_folder
 from ..process.lifetime import process_stat
 
+#: ``int sync_file_range(int fd, off64_t offset, off64_t nbytes, unsigned int flags)``, and its flag: begin, wait not.
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2
 #: Bytes that a file which is read at once may have.
 _WHOLE = 1 << 34
 
@@ -139,6 +144,13 @@ class Disk:
     def fsync(self, descriptor: int) -> None:
         """Waits until a file is on the disk."""
         os.fsync(descriptor)
+
+    def begin_writeback(self, descriptor: int, offset: int, length: int) -> None:
+        """Has bytes of a file that were written go to the disk beside what comes next; ``fsync`` waits for them.
+
+        Where a file system can't, ``fsync`` does all of it.
+        """
+        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 
     def is_at(self, descriptor: int, path: str) -> bool:
         """Returns whether an open file is the one that has this name now."""

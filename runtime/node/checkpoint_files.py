@@ -1,6 +1,7 @@
 """Checkpoints' files, as a node (or the script, for its own tensors) writes and reads them: its part of them only.
 
-They are those of torch.distributed.checkpoint, written and read by torch's own FileSystemWriter and FileSystemReader.
+They are those of torch.distributed.checkpoint: what torch's own FileSystemReader reads, here too, and its
+FileSystemWriter would write, but that a file is written and hashed in one go.
 What is to be written or read is planned by the script, which knows all tensors and sends these functions to nodes.
 """
 
@@ -10,30 +11,25 @@ import hashlib
 import io
 import mmap
 import os
+import pickle
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ..protocol.flat import as_bytes
 from .checkpoint_disk import DISK, Disk, Files, opened_file
 from .held import HeldTensor, apart
 
+#: Bytes behind which the disk is told to write, while what follows is written and hashed.
+_WRITEBACK = 1 << 25
 #: Numbers in one row of a fingerprint, each of which has another factor.
 _ROW = 1 << 12
 
@@ -154,46 +150,69 @@ def write(
 def _write(
     folder: str, prefix: str, file: str, items: Sequence[tuple[Any, ...]], values: Sequence[Any], disk: Disk
 ) -> list[tuple[Any, ...]]:
-    given = [FileItem(*item) for item in items]
-    plan = SavePlan([_write_item(item) for item in given], storage_data=_StoragePrefix(prefix))
-    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    writer.fs = Files(disk)
+    written = []
     with named(file, "written"):
-        results = writer.write_data(plan, _Given(given, values)).value()
-        infos = {result.index: result.storage_data for result in results}
-        found = [infos[item.key] for item in given]
-        with opened_file(file, disk) as opened:
-            syncing = _Beside(lambda: disk.fsync(opened.fileno()))  # the disk is busy while the hashes are computed
-            with _mapped(opened) as data:
-                hashes = [_sha256(data, info.offset, info.length) for info in found]
-            syncing.end()
+        with Files(disk).create_stream(file, "wb") as stream:
+            hashed = _HashedFile(stream, disk)
+            for item, value in zip(map(FileItem._make, items), values, strict=True):
+                if isinstance(value, torch.Tensor):
+                    _write_tensor(_plain(value, item.sizes), hashed)
+                else:
+                    hashed.write(value.getbuffer())
+                written.append((os.path.basename(file), *hashed.end_item()))
+            stream.flush()
+            disk.fsync(stream.fileno())
         disk.sync_folder(folder)
-    return [tuple(Written(i.relative_path, i.offset, i.length, h)) for i, h in zip(found, hashes, strict=True)]
+    return written
 
 
-def _write_item(item: FileItem) -> WriteItem:
-    if item.sizes is None:
-        return WriteItem(item.key, WriteItemType.BYTE_IO)
-    chunk = ChunkStorageMetadata(torch.Size(item.offsets or ()), torch.Size(item.sizes))
-    # what is said of the whole tensor is the script's to write, into .metadata
-    data = TensorWriteData(chunk, TensorProperties(), chunk.sizes)
-    return WriteItem(item.key, WriteItemType.SHARD, tensor_data=data)
+class _HashedFile:
+    """A file that is written, and the hashes of its items: they are made of the tensors' own memory, while the disk
+    writes what lies before."""
+
+    def __init__(self, stream: Any, disk: Disk) -> None:
+        self._stream, self._disk = stream, disk
+        self._at = self._begun = self._item = 0
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: memoryview) -> int:
+        for begin in range(0, len(data), _WRITEBACK):
+            piece = data[begin : begin + _WRITEBACK]
+            self._stream.write(piece)
+            self._at += len(piece)
+            if self._at - self._begun >= _WRITEBACK:
+                self._stream.flush()
+                self._disk.begin_writeback(self._stream.fileno(), self._begun, self._at - self._begun)
+                self._begun = self._at
+            self._sha256.update(piece)
+        return len(data)
+
+    def end_item(self) -> tuple[int, int, str]:
+        """Returns an item's place in the file, its length and its hash; what is written next is another's."""
+        found = self._item, self._at - self._item, self._sha256.hexdigest()
+        self._item, self._sha256 = self._at, hashlib.sha256()
+        return found
 
 
-class _Given(DefaultSavePlanner):
-    """A planner whose plan is made already; it only hands out what is to be written."""
+def _write_tensor(tensor: torch.Tensor, file: _HashedFile) -> None:
+    """Writes a tensor as torch.save does, but for the sums (CRC-32) of zip, which no version of torch compares.
 
-    def __init__(self, items: Sequence[FileItem], values: Sequence[Any]) -> None:
-        super().__init__()
-        self._values = {item.key: _plain(v, item.sizes) for item, v in zip(items, values, strict=True)}
+    They take longer than the write itself, and torch's setting for them is one of the whole process.
+    """
+    tensor = tensor.cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # else all of the storage that it is a part of would be written
+    private: Any = torch.serialization
+    writer = torch._C.PyTorchFileWriter(file, False, private._get_storage_alignment())
+    try:
+        private._save(tensor, writer, pickle, private.DEFAULT_PROTOCOL, False)
+    finally:
+        writer.write_end_of_file()
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._values[write_item.index]  # type: ignore[no-any-return]
 
-
-def _plain(value: Any, sizes: Sequence[int] | None) -> Any:
-    """Returns the values that are to be written; bytes as they are."""
-    return _own(value, sizes).resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+def _plain(value: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
+    """Returns the values that are to be written."""
+    return _own(value, sizes).resolve_conj().resolve_neg()
 
 
 def _own(tensor: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
@@ -323,30 +342,3 @@ def _mapped(file: io.BufferedReader) -> Iterator[memoryview]:
 def _sha256(data: memoryview, offset: int, length: int) -> str:
     with data[offset : offset + length] as part:  # the map can't end before its parts
         return hashlib.sha256(part).hexdigest()
-
-
-class _Beside:
-    """A function in a thread of its own."""
-
-    def __init__(self, fn: Any) -> None:
-        self._fn = fn
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="disttensor-fsync", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter ends, and there are no more threads
-            self._thread = None
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._fn()
-        except BaseException as error:
-            self._error = error
-
-    def end(self) -> None:
-        """Waits for its end, and raises its error."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
