@@ -82,8 +82,9 @@ class Questions:
         commands = place.outbox.commands
         commands += (command(request.id), site)
         link.sender.exchange(place.outbox, request, None)
-        replies = [request.replies[rank] for rank in place.ranks]
-        self.raise_failures(place, [r if isinstance(r, c.Poisoned) else None for r in replies])
+        replies = list(map(request.replies.__getitem__, place.ranks))
+        if c.Poisoned in {*map(type, replies)}:
+            self.raise_failures(place, [r if isinstance(r, c.Poisoned) else None for r in replies])
         return agreed(place, replies)  # type: ignore[return-value]
 
     def raise_failures(self, place: MeshPlace, causes: Sequence[c.Poisoned | None]) -> None:

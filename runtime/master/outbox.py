@@ -115,14 +115,12 @@ class Outbox(CommandQueue):
 
     def join(self, joints: Joints) -> None:
         """Makes messages of the pieces, as few as may be: a script that alternates between queues has packed many."""
-        for body, sites, kept in joints.of(list(self.pieces)):
-            count = len(sites)
-            message = codec.batch(self.sent, count, (body,))
-            self.sent += count
-            self.waiting -= count
-            self._flight.append((self.sent, len(body), sites, kept))
-            self._flight_bytes += len(body)
+        for message, record in joints.of(self.sent, list(self.pieces)):
+            self.sent, nbytes, _, _ = record
+            self._flight.append(record)
+            self._flight_bytes += nbytes
             self.ready.append(message)
+        self.waiting = 0
         self.pieces.clear()
 
     def acknowledge(self, done: int) -> None:
@@ -287,25 +285,47 @@ def in_pieces(
 
 
 class Joints:
-    """Joins pieces to messages. Nodes of a mesh mostly have the same ones, which are joined once."""
+    """Joins pieces to messages. Nodes of a mesh mostly have the same ones, which are joined once, and encoded once for
+    all that were sent as many commands before."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._joined: list[Piece] = []
+        self._first = -1  #: the number of the first command of ``_messages``
+        self._messages: list[tuple[bytes, _Record]] = []
 
-    def of(self, pieces: list[Piece]) -> list[Piece]:
-        """Returns what goes into each message: the commands, their sites, and the message that is to be kept."""
+    def of(self, first: int, pieces: list[Piece]) -> list[tuple[bytes, _Record]]:
+        """Returns the messages of all these commands, the first of which has this number, and their records."""
         if pieces != self._pieces:
-            self._joined = []
-            start, size, count = 0, 0, 0
-            for i, (body, sites, _) in enumerate(pieces):
-                if i > start and (size + len(body) > MAX_JOINED or count + len(sites) > MAX_COMMANDS):
-                    self._joined.append(self._join(pieces[start:i]))
-                    start, size, count = i, 0, 0
-                size, count = size + len(body), count + len(sites)
-            self._joined.append(self._join(pieces[start:]))
+            self._first = -1
+            if len(pieces) == 1:  # as of a question
+                body, sites, kept = pieces[0]
+                self._joined = [(body, sites, codec.batch(0, len(sites), (kept,)))]
+            else:
+                self._join_all(pieces)
             self._pieces = pieces
-        return self._joined
+        if first != self._first:
+            self._messages = self._numbered(first)
+            self._first = first
+        return self._messages
+
+    def _join_all(self, pieces: list[Piece]) -> None:
+        self._joined = []
+        start, size, count = 0, 0, 0
+        for i, (body, sites, _) in enumerate(pieces):
+            if i > start and (size + len(body) > MAX_JOINED or count + len(sites) > MAX_COMMANDS):
+                self._joined.append(self._join(pieces[start:i]))
+                start, size, count = i, 0, 0
+            size, count = size + len(body), count + len(sites)
+        self._joined.append(self._join(pieces[start:]))
+
+    def _numbered(self, first: int) -> list[tuple[bytes, _Record]]:
+        messages = list[tuple[bytes, _Record]]()
+        for body, sites, kept in self._joined:
+            message = codec.batch(first, len(sites), (body,))
+            first += len(sites)
+            messages.append((message, (first, len(body), sites, kept)))
+        return messages
 
     @staticmethod
     def _join(pieces: list[Piece]) -> Piece:

@@ -19,6 +19,8 @@ from .losses import Losses
 from .node import Node
 from .requests import ItemsRequest, Request, Requests
 
+#: The replies that answer no request, or several.
+_UNASKED = (c.Hello, c.Failed, c.Warned, c.AtBreakpoint, c.TookPart)
 #: The most failures that a node may tell twice: those of answers too long to be sent, on streams, have one number.
 REPEATED = 256
 
@@ -26,11 +28,12 @@ REPEATED = 256
 class Replies:
     """The way in: what nodes report. A node that breaks the protocol is lost."""
 
-    __slots__ = ("_hub", "_losses", "_nodes", "_reported", "_requests", "_state")
+    __slots__ = ("_hub", "_losses", "_nodes", "_now", "_reported", "_requests", "_state")
 
     def __init__(self, state: LinkState, requests: Requests, losses: Losses) -> None:
         self._state, self._requests, self._losses = state, requests, losses
         self._hub, self._nodes, self._reported = state.hub, state.nodes, state.seam.reported
+        self._now = state.clock.now
 
     def drain(self) -> None:
         """Takes in what has arrived, and waits until it is known why nodes are gone. Callable by any thread."""
@@ -50,33 +53,50 @@ class Replies:
             return
         for rank, message in self._hub.drain():
             node = self._nodes[rank]
-            if node.life is Life.LOST:
+            outbox, connection = node.outbox, node.connection
+            if connection.life is Life.LOST:
                 continue  # the node was given up: its messages come too late
             try:
                 report = codec.decode_report(message)
-                if not node.outbox.first <= report.done <= node.outbox.sent:
-                    raise ProtocolError(f"node {rank} reports {report.done} of {node.outbox.sent} commands")
-                if not report.replies and report.done <= node.outbox.done:
+                done = report.done
+                if not outbox.first <= done <= outbox.sent:
+                    raise ProtocolError(f"node {rank} reports {done} of {outbox.sent} commands")
+                if not report.replies and done <= outbox.done:
                     raise ProtocolError("a report that says nothing")
-                now, trail = self._state.clock.now(), node.outbox.trail
-                trail.write(trail.slot(), now, report.done, len(message), 0.0, 0, REPORTED)
+                now, trail = self._now(), outbox.trail
+                trail.write(trail.slot(), now, done, len(message), 0.0, 0, REPORTED)
                 if self._reported.listeners:
-                    self._reported.notify(ReportTaken(now, rank, report.done, report.busy, message))
+                    self._reported.notify(ReportTaken(now, rank, done, report.busy, message))
                 for reply in report.replies:
                     self._take_reply(node, reply)
             except ProtocolError as e:
                 self._losses.lose(rank, f"broke the protocol: {e}")
                 self._hub.cut(rank)  # what it goes on sending is not to be taken in
                 continue
-            node.outbox.acknowledge(report.done)
-            node.connection.busy = report.busy
+            outbox.acknowledge(done)
+            connection.busy = report.busy
         for rank in self._hub.gone():
             self._losses.connection_ended(rank, "its connection ended")
 
     def _take_reply(self, node: Node, reply: c.Reply) -> None:
         codec.check_reply(reply)
         rank, hello = node.rank, node.said_hello
-        if isinstance(reply, c.Hello):
+        if hello is not None and not isinstance(reply, _UNASKED):  # first: a question to a mesh has so many of them
+            request = self._asked(node, reply, reply.request)
+            if request is None:
+                return
+            if isinstance(reply, c.Poisoned):
+                self._check_cause(reply)
+            elif not isinstance(reply, request.kind):
+                if isinstance(reply, c.Mapped) and isinstance(request, ItemsRequest):
+                    request.take_items(reply)
+                    return
+                raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
+            elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
+                raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
+            node.connection.answered = reply.request
+            self._requests.answer(request, rank, reply)
+        elif isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
             node.connection.greet(reply)
@@ -109,7 +129,8 @@ class Replies:
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         elif isinstance(reply, c.AtBreakpoint):
             self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
-        elif isinstance(reply, c.TookPart):
+        else:
+            assert isinstance(reply, c.TookPart)
             for number in reply.requests:
                 request = self._asked(node, reply, number)
                 if request is not None:
@@ -117,21 +138,6 @@ class Replies:
                         raise ProtocolError(f"a TookPart where {request.kind.__name__} was asked for")
                     node.connection.answered = number
                     self._requests.answer(request, rank, reply)
-        else:
-            request = self._asked(node, reply, reply.request)
-            if request is None:
-                return
-            if isinstance(reply, c.Poisoned):
-                self._check_cause(reply)
-            elif not isinstance(reply, request.kind):
-                if isinstance(reply, c.Mapped) and isinstance(request, ItemsRequest):
-                    request.take_items(reply)
-                    return
-                raise ProtocolError(f"a {type(reply).__name__} where {request.kind.__name__} was asked for")
-            elif isinstance(reply, c.Unusable) and len(reply.reasons) != request.due:
-                raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
-            node.connection.answered = reply.request
-            self._requests.answer(request, rank, reply)
 
     def _asked(self, node: Node, reply: c.Reply, number: int) -> Request | None:
         """Returns the request of a number that a node's reply names; None if nobody waits for that any more. Raises

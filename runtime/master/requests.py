@@ -158,7 +158,11 @@ class MeshRequest(_OfSeveral):
 
     def add_reply(self, rank: int, reply: c.Reply) -> bool:
         self.replies[rank] = reply
-        return self._is_last(rank)
+        waiting = self.waiting  # as ``_is_last``, in one function: a question to a mesh has so many replies
+        waiting.discard(rank)
+        if self.node == rank and waiting:
+            self.node = next(iter(waiting))
+        return not waiting
 
 
 class GroupRequest(_OfSeveral):
@@ -208,12 +212,14 @@ class GroupRequest(_OfSeveral):
 class Requests:
     """The requests whose answers are due, by number. None of its methods needs the lock."""
 
-    __slots__ = ("_due", "_ids", "_state")
+    __slots__ = ("_due", "_ids", "_state", "get")
 
     def __init__(self, state: LinkState) -> None:
         self._state = state
         self._due: dict[int, Request] = {}
         self._ids = count(1)
+        #: returns the request of a number; None if nobody waits for its answer
+        self.get: Callable[[int], Request | None] = self._due.get
 
     def __len__(self) -> int:
         return len(self._due)
@@ -291,10 +297,6 @@ class Requests:
     def is_under_way(self, node: Node, request: int) -> bool:
         """Returns whether the node has not answered a request, whether anybody waits for that or not."""
         return node.life is not Life.LOST and (request in node.connection.unawaited or request in self._due)
-
-    def get(self, number: int) -> Request | None:
-        """Returns the request of this number; None if nobody waits for its answer."""
-        return self._due.get(number)
 
     def answer(self, request: Request, rank: int, reply: c.Reply) -> None:
         """Takes a node's answer, and ends the wait if it is the last one that is due."""

@@ -232,14 +232,18 @@ class Sender:
             return
         if not self._state.closed:
             queue.pack()
-        for rank in queue.ranks:
-            self._send_messages(self._nodes[rank].outbox)
+        for member in queue.members:
+            self._send_messages(member, False)  # type: ignore[arg-type]
 
-    def _send_messages(self, outbox: Outbox) -> None:
-        """Packs a node's queue, and hands all of its messages to the hub. The caller holds the lock."""
+    def _send_messages(self, outbox: Outbox, alone: bool = True) -> None:
+        """Packs a node's queue, and hands all of its messages to the hub. The caller holds the lock.
+
+        Not ``alone``: what overlaps the queue is packed.
+        """
         if outbox.over or outbox.rank in self._losses.unexplained:  # perhaps since ``check``
             return
-        outbox.pack()
+        if alone or outbox.queue or outbox.dead or outbox.unheld:
+            outbox.pack()
         if outbox.flush_with:
             flush_with, outbox.flush_with = outbox.flush_with, set()
             for mate in flush_with - {outbox}:

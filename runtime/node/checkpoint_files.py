@@ -11,7 +11,6 @@ import hashlib
 import io
 import mmap
 import os
-import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -194,10 +193,10 @@ class _HashedFile:
         return found
 
 
-def _write_tensor(tensor: torch.Tensor, file: _HashedFile) -> None:
-    """Writes a tensor as torch.save does, but for the sums (CRC-32) of zip, which no version of torch compares.
+def _write_tensor(tensor: torch.Tensor, file: Any) -> None:
+    """Writes a tensor as torch.save does, but for the sums (CRC-32) of zip, which torch does not compare.
 
-    They take longer than the write itself, and torch's setting for them is one of the whole process.
+    They take as long as the write itself, and torch's setting for them may be one of the whole process.
     """
     tensor = tensor.cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -205,7 +204,7 @@ def _write_tensor(tensor: torch.Tensor, file: _HashedFile) -> None:
     private: Any = torch.serialization
     writer = torch._C.PyTorchFileWriter(file, False, private._get_storage_alignment())
     try:
-        private._save(tensor, writer, pickle, private.DEFAULT_PROTOCOL, False)
+        private._save(tensor, writer, private.pickle, private.DEFAULT_PROTOCOL, False)
     finally:
         writer.write_end_of_file()
 

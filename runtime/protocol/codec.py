@@ -57,7 +57,7 @@ _FORMAT_ID = {d: i for i, d in enumerate(FORMATS)}
 
 _encoder = msgspec.msgpack.Encoder()
 
-encode: Callable[[c.Batch | c.Report], bytes] = _encoder.encode
+encode: Callable[[c.Batch | c.Report | c.Reply], bytes] = _encoder.encode
 
 
 def size(command: c.Command) -> int:

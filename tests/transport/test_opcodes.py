@@ -6,6 +6,8 @@ and raises it here; what lowers one lowers it here, so that it does not grow aga
 
 from __future__ import annotations
 
+import math
+import select
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +21,10 @@ from thread_nodes import thread_nodes
 
 import disttensor as dt
 from disttensor.futures.listening import GroupEnd
+from disttensor.runtime.master import waiting as waiting_module
+from disttensor.runtime.master.requests import Waker
 from disttensor.runtime.master.sender import Sender
+from disttensor.runtime.master.waiting import Waiting
 from disttensor.runtime.node.gathering import Gathering
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.process.observing import IssueNotes, MessageSent
@@ -72,14 +77,14 @@ COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
     "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2384),
 }
 #: Those of a wait for an asynchronous one that has ended; and of each node's answer, where one reply has many.
-WAITED, ANSWERED = 62, 101
+WAITED, ANSWERED = 62, 94
 #: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
 #: has applied. An operation has none.
 SENT_RECORD, APPLIED_RECORD = 69, 28
 #: Places, and the opcodes of the script's thread for one message to them, with one operation.
 SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
-    "a node": (lambda it: it.plain, 846 + SENT_RECORD),
-    "a mesh": (lambda it: it.spread, 1298 + 2 * SENT_RECORD),
+    "a node": (lambda it: it.plain, 830 + SENT_RECORD),
+    "a mesh": (lambda it: it.spread, 1221 + 2 * SENT_RECORD),
 }
 #: Those that a listener to what is sent adds to one for a node, without its own.
 HEARD = 88
@@ -104,6 +109,8 @@ QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
     'x.to(device="cpu")': (lambda it: it.plain, 503),
     "dt.fetch(x)": (lambda it: it.plain, 858),
 }
+#: Those of `.item()` of a mesh for each further node: its message, its reply, and the look whether all say the same.
+FURTHER_NODE = 649
 
 
 @pytest.fixture
@@ -158,6 +165,50 @@ def test_a_question(monkeypatch: pytest.MonkeyPatch, name: str, operands: Operan
         while works:
             works.pop().wait()
     assert min(counts[WARM:]) == expected
+
+
+def test_a_question_to_a_mesh() -> None:
+    assert item_of_a_mesh(3) - item_of_a_mesh(2) == FURTHER_NODE
+
+
+def item_of_a_mesh(nodes: int) -> int:
+    """Returns the least opcodes of a question whose answers are all there at the first look, in the ranks' order. With
+    the link's lock, so that no other thread takes them."""
+    counter, counts, arrived = Counter(), list[int](), list[tuple[int, bytes]]()
+
+    def poll(waiting: Waiting, poller: select.poll, waker: Waker, seconds: float) -> bool:
+        sys.settrace(None)
+        while len(arrived) < nodes:
+            poller.poll()
+            arrived.extend(drain(hub))
+        arrived.sort()
+        counter.join(sys._getframe(1))
+        return waiting._readable([(hub.fileno(), select.POLLIN)], waker)
+
+    def take(_: object) -> list[tuple[int, bytes]]:
+        taken = arrived[:]
+        arrived.clear()
+        return taken
+
+    with dt.init_master_worker(nodes=nodes, launcher="inproc"), without_a_collector():
+        x, link = torch.ones((), device=dt.mesh(dp=nodes).device), current.session().link
+        hub = link.replies._hub
+        drain = type(hub).drain
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in range(WARM + TIMES):
+                dt.synchronize()
+                with link.lock:
+                    patch.setattr(Waiting, "_poll", poll)
+                    patch.setattr(type(hub), "drain", take)
+                    patch.setattr(waiting_module, "RECORDED", math.inf)  # beside a load each wait takes so long
+                    codec._head.cache_clear()  # it has heads of other sessions
+                    counter.count = 0
+                    sys.settrace(counter.trace)
+                    x.item()
+                    sys.settrace(None)
+                    patch.undo()
+                counts.append(counter.count)
+    return min(counts[WARM:])
 
 
 @pytest.mark.parametrize("place", SENT)

@@ -138,9 +138,7 @@ def test_what_torch_would_have_written(name: str, counted: Counted, tmp_path: Pa
     assert len(part) == len(real.getvalue())
 
 
-def test_the_disk_begins_before_the_end(
-    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_begins_before_the_end(counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is much: each piece once, before it is hashed, and a tensor in pieces. What is little waits for fsync."""
     monkeypatch.setattr(files, "_WRITEBACK", 100_000)
     tensors = [torch.rand(60_000), *(torch.rand(10) for _ in range(5)), torch.rand(30_000)]

@@ -23,6 +23,7 @@ from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.arguments import Addresses
 from disttensor.runtime.protocol.bundle import PROTOCOL
 from disttensor.runtime.protocol.errors import NodeLost
+from disttensor.runtime.transport.base import Spoke
 from disttensor.runtime.transport.inproc import InprocHub
 
 NODES = 4
@@ -363,17 +364,35 @@ def test_when_a_member_is_lost_the_others_have_what_was_issued(script: Script) -
     script.check_frees()
 
 
-def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Script) -> None:
-    """The other members may have answered before they heard of the loss."""
-    mesh = script.link.sender.fan_out((0, 1, 2))
-    spokes = [script.link.hub.spoke(rank) for rank in range(3)]  # type: ignore[attr-defined]
+def greeted(link: Link, nodes: int) -> list[Spoke]:
+    """Returns the ends of so many nodes, which have said hello."""
     hello = c.Hello(
         PROTOCOL, "job", 1, "host", str(torch.__version__), "3.11.0", ("cpu",), False, Addresses("a:1"),
         c.Abilities("AVX2", False, False, False),
     )  # fmt: skip
+    spokes = [link.hub.spoke(rank) for rank in range(nodes)]  # type: ignore[attr-defined]
     for spoke in spokes:
         spoke.send(codec.encode(c.Report(0, (hello,))))
-    script.link.replies.drain()
+    link.replies.drain()
+    return spokes
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_node_of_a_mesh_answers_a_question_once(rank: int, script: Script) -> None:
+    link, spokes = script.link, greeted(script.link, 3)
+    request = link.requests.new_to_all(link.sender.fan_out((0, 1, 2)), c.Answer)
+    for value in (1.0, 2.0):
+        spokes[rank].send(codec.encode(c.Report(0, (c.Answer(request.id, value),))))
+        link.replies.drain()
+    assert [node.lost is None for node in link.nodes[:3]] == [it != rank for it in range(3)]
+    assert request.replies == {rank: c.Answer(request.id, 1.0)}
+    for spoke in spokes:
+        spoke.close()
+
+
+def test_an_answer_to_a_question_that_a_loss_has_ended_is_no_offence(script: Script) -> None:
+    """The other members may have answered before they heard of the loss."""
+    mesh, spokes = script.link.sender.fan_out((0, 1, 2)), greeted(script.link, 3)
     request = script.link.requests.new_to_all(mesh, c.Answer)
     script.link.losses.lose(1, "killed")
     with pytest.raises(NodeLost, match="node 1"):
