@@ -72,6 +72,7 @@ def _compiled(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """``returned``: how many of the results are the caller's, if not all."""
     keep_linear_whole(model.graph)
+    sum_at_once(model.graph)
     model.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
     model.recompile()
     compiled = CompiledGraph(model, engine, returned)
@@ -221,7 +222,7 @@ def _is_local(node: Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.device.type != "node" for value in values)
 
 
-# ---- linear ----------------------------------------------------------------------------------------------------------
+# ---- fewer operators -------------------------------------------------------------------------------------------------
 
 
 def keep_linear_whole(graph: Graph) -> None:
@@ -260,6 +261,33 @@ def _is_row(bias: Any, weight: Node) -> bool:
     """Returns whether this is a vector with a number for each row of a weight."""
     shape = bias.meta["val"].shape
     return len(shape) == 1 and bool(shape[0] == weight.meta["val"].shape[0])
+
+
+def sum_at_once(graph: Graph) -> None:
+    """Has a graph compute each sum without the dims over which it goes, where AOT keeps these and then has a view
+    without them, as of a bias' gradient: the same numbers, an operator less."""
+    for view in list(graph.nodes):
+        if view.op != "call_function" or view.target not in _VIEWS:
+            continue
+        whole = view.args[0]
+        if not isinstance(whole, Node) or whole.target is not aten.sum.dim_IntList or len(whole.users) > 1:
+            continue
+        if list(whole.args[2:]) == [True] and _without(whole, view):
+            whole.args = whole.args[:2]
+            whole.meta["val"] = view.meta["val"]
+            view.replace_all_uses_with(whole)
+            graph.erase_node(view)
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def _without(whole: Node, view: Node) -> bool:
+    """Returns whether a view has the shape of a sum but for the dims over which that goes."""
+    kept, shape = whole.meta["val"].shape, list(view.meta["val"].shape)
+    gone = {dim % max(len(kept), 1) for dim in whole.args[1] or range(len(kept))}  # type: ignore[union-attr,operator]
+    left = [size for dim, size in enumerate(kept) if dim not in gone]
+    return all(type(size) is int for size in (*left, *shape)) and shape == left
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

@@ -280,10 +280,12 @@ class CommandQueue:
 
     def add_many(self, command: c.Command, site: Site | None, count: int) -> bool:
         """Does what ``add`` does for a command that gives a node as much to do as ``count`` of them: it leaves when
-        these would."""
+        these would, and what is dead is freed as often as among these."""
         moved, queued = self._counted
         queued = count + (queued if moved == self.moved else 0)
         self._counted = self.moved, queued
+        if queued >= SWEEP and len(self.dead) >= MIN_SWEEP:
+            self.sweep()
         return self.add(command, site) or 2 * queued >= self.batch
 
     def put(self, command: c.Command, site: Site | None = None) -> None:

@@ -135,6 +135,7 @@ def _general(op: Any, positional: list[ArgumentSlot], keyword: list[tuple[str, A
     lists: list[tuple[int, int, ArgumentSlot]] = []
     whole: list[tuple[int, range]] = []  # lists of tensors, all of them holes
     named: list[tuple[str, int, ArgumentSlot]] = []
+    single: list[tuple[str, int]] = []  # named numbers
     at = 0
     for i, slot in enumerate(positional):
         if slot.kind == "hole":
@@ -145,10 +146,12 @@ def _general(op: Any, positional: list[ArgumentSlot], keyword: list[tuple[str, A
             lists.append((i, at, slot))
         at += len(slot.holes)
     for k, slot in keyword:
-        if slot.holes:
+        if slot.letter == "N":
+            single.append((k, at))
+        elif slot.holes:
             named.append((k, at, slot))
         at += len(slot.holes)
-    nested = bool(lists or named)  # one test for most operators, which have neither
+    nested = bool(lists or named or single)  # one test for most operators, which have none of them
 
     def call(out: int, args: Any) -> Any:
         values = base.copy()
@@ -161,8 +164,13 @@ def _general(op: Any, positional: list[ArgumentSlot], keyword: list[tuple[str, A
         if nested:
             for i, a, slot in lists:
                 values[i] = _fill(slot, iter(args[a:]), out, e)
-            if named:
-                return op(*values, **kwbase | {k: _fill(slot, iter(args[a:]), out, e) for k, a, slot in named})
+            if single or named:
+                given = kwbase.copy()
+                for k, a in single:
+                    given[k] = args[a]
+                for k, a, slot in named:
+                    given[k] = _fill(slot, iter(args[a:]), out, e)
+                return op(*values, **given)
         return op(*values, **kwbase)
 
     return call

@@ -191,6 +191,8 @@ class CommandExecutor(NodeState):
                         self._hear(template, command)
             case c.Free():
                 store.free(command.first, command.distances)
+            case c.Replay():
+                self.graphs.replay(command)
             case c.Define():
                 try:
                     template = Template(command, self.allow, store.entries, self.device)
@@ -245,8 +247,6 @@ class CommandExecutor(NodeState):
                 self._begin_lanes(command)
             case c.Record() | c.Query() | c.Elapsed():
                 self.events.do(command)
-            case c.Replay():
-                self.graphs.replay(command)
             case c.GraphPart():
                 self.graphs.part(command)
             case c.EndGraph():

@@ -337,7 +337,19 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a literal": lambda a, b: torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], device=a.device).add_(1) * a,
     "a literal that is given back": lambda a, b: (a + b, torch.tensor([1.0, 2.0], device=a.device)),
     "no operand": lambda a, b: torch.ones(2, 3, device=a.device) * 2,
+    "sums": lambda a, b: _sums(a),
 }
+
+
+def _sums(a: torch.Tensor) -> list[torch.Tensor]:
+    """Of which each is viewed without the dims that it goes over, or not quite."""
+    row = a.sum(0, keepdim=True)
+    return [
+        *(row.view(a.shape[1]), row * 2, a.sum(1, keepdim=True).view(a.shape[0])),
+        *(a.sum([-1, 0], keepdim=True).view(()), a.sum([], keepdim=True).reshape(())),
+        *(a.sum(-1, keepdim=True).view(1, a.shape[0]), a.sum(1).view(a.shape[0], 1)),
+        *(a.sum(0, keepdim=True, dtype=torch.float64).view(a.shape[1]), a.sum().sum(0, keepdim=True).view(())),
+    ]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

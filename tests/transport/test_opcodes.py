@@ -90,6 +90,8 @@ SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
 HEARD = 88
 #: The opcodes of a node's thread for a message with one operation, once it has taken it.
 MESSAGE = 266 + APPLIED_RECORD
+#: Those of a replay on its node besides the program's own, however many inputs and results it has.
+REPLAY = 163
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
 ISSUED, COMMANDS = 104, 219
@@ -293,6 +295,61 @@ def test_a_command_on_its_node_while_a_profile_is_on(commands: int) -> None:
             counts.append(count)
         executor.seq = first
     assert counts[1] - counts[0] == BEGUN + commands * TIMED
+
+
+@pytest.mark.parametrize(("inputs", "results"), [(1, 2), (9, 2), (1, 9)])
+def test_a_replay_on_its_node(inputs: int, results: int) -> None:
+    """Of a function's commands: from the tensors that the replay names to those that it makes."""
+    held = torch.ones(4)
+
+    @dt.graphed
+    def function(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = [x + held for x in xs]
+        return [made[0] * k for k in range(results)]
+
+    with thread_nodes(1) as (worker,), without_a_collector():
+        held, xs = held.to("node:0"), [torch.ones(4, device="node:0") for _ in range(inputs)]
+        kept, sent = [function(xs) for _ in range(3)], list[MessageSent]()
+        dt.synchronize()
+        with current.session().link.seam.sent.heard_by(sent.append):
+            kept.append(function(xs))
+            dt.synchronize()
+        replay = next(it for it in codec.decode_batch(sent[0].message).commands if type(it) is c.Replay)
+        graphs, entries = worker.executor.graphs, worker.executor.store.entries
+        (segment,) = graphs._graphs[replay.graph].steps
+        given = [entries[ref] for ref in (*replay.inputs, held._h.ref)]  # type: ignore[attr-defined]
+        whole, program = opcodes(graphs.replay, replay), opcodes(segment.engine.run, given, ())  # type: ignore[union-attr]
+    assert whole - program == REPLAY
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_on_its_node() -> None:
+    """Its node has no more operators than in eager, of which one makes the first gradient."""
+    with thread_nodes(1) as (worker,):
+        layers = [layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU())]
+        model, x = torch.nn.Sequential(*layers).to("node:0"), torch.ones(3, 4, device="node:0")
+        y = torch.tensor([0, 1, 2], device="node:0")
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(model(x), y)
+
+        def step(loss_of: Callable[..., torch.Tensor]) -> None:
+            loss_of(x).backward()
+            model.zero_grad()
+
+        def lines() -> int:
+            dt.synchronize()
+            graphs: list[Any] = list(worker.executor.graphs._graphs.values())
+            return sum(len(step.program.lines) for graph in graphs for step in graph.steps)
+
+        compiled = torch.compile(loss_of)
+        for _ in range(2):
+            step(compiled)
+        found, g = lines(), dt.Graph()
+        step(loss_of)
+        with dt.graph(g):
+            step(loss_of)
+        assert 0 < found < lines() - found
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -267,6 +267,17 @@ def test_a_command_that_stands_for_many_leaves_as_they_would() -> None:
     assert box.add_many(call(1), None, command_queue.MAX_BATCH)
 
 
+def test_what_died_is_freed_before_a_command_that_stands_for_many() -> None:
+    """Once so many have been queued: a node computes with few tensors more than the script has."""
+    box = Outbox(0)
+    box.set_flush_threshold(2 * command_queue.MAX_BATCH)
+    for n in range(3):
+        box.dead += range(10 * n + 1, 10 * n + 1 + command_queue.MIN_SWEEP)
+        box.add_many(call(n), None, command_queue.SWEEP // 2)
+    kinds = [type(command) for command in codec.decode_batch(take(box)[0]).commands]
+    assert kinds == [c.Call, c.Free, c.Call, c.Free, c.Call]
+
+
 def test_the_window_has_their_bytes() -> None:
     box = Outbox(0)
     while not box.full:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_line
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from .engines.registry import ENGINES
 from .program import Engine, Program, line_of_call, program, writers
 
 _RENUMBERED = kinds("renumbered")
+#: The types of a node's entries with which a program may begin at once.
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @dataclass
@@ -61,6 +64,20 @@ class GraphSegment:
     make: Callable[[Program], Engine]  #: makes an engine for a program
 
 
+Pick = Callable[[tuple[int, ...]], tuple[int, ...]]  #: takes some of a tuple's refs, in an order of its own
+
+
+@dataclass
+class Direct:
+    """The way of a graph of one segment whose results are all of one replay: from the tensors that a replay names to
+    those that it makes, past the refs of the recording."""
+
+    segment: GraphSegment
+    held: tuple[int, ...]  #: the refs of the program's inputs that no replay names
+    inputs: Pick  #: the refs of the program's inputs, in its order, out of a replay's inputs and, after these, ``held``
+    results: Pick  #: those of the program's outputs, out of a replay's results
+
+
 @dataclass
 class NodeGraph:
     """One recording: its steps, inputs and outputs."""
@@ -73,6 +90,7 @@ class NodeGraph:
     templates: frozenset[int]
     numbers: int  #: how many of a replay's numbers its programs know: the rest is for other nodes
     switches: bool  #: whether it sets switches of torch's, which are then as before after each replay
+    direct: Direct | None  #: a shorter way for most replays, if there is one
     #: outputs that were freed while others (views made outside) see their memory
     orphans: dict[int, Entry] = field(default_factory=dict)
     #: views made outside that the last replay has poisoned, as it failed to make their values: (ref, view, poison)
@@ -188,7 +206,9 @@ class NodeGraphs:
         named = frozenset(recorded.template for recorded in commands if isinstance(recorded, c.Call))
         top = _top(parts)
         switches = any(isinstance(recorded, c.Switch) for recorded in commands)
-        return NodeGraph(steps, frees, command.inputs, set(command.outputs), command.returned, named, top, switches)
+        direct = _direct(steps, command)
+        outputs = set(command.outputs)
+        return NodeGraph(steps, frees, command.inputs, outputs, command.returned, named, top, switches, direct)
 
     def _refs(self, command: c.Command) -> tuple[Sequence[int], Sequence[int]]:
         """Returns the refs that a command reads or writes in place, and those that it makes."""
@@ -261,6 +281,42 @@ class NodeGraphs:
             self._replay(graph, command)
 
     def _replay(self, graph: NodeGraph, command: c.Replay) -> None:
+        direct = graph.direct
+        if direct is None or not self._directly(graph, direct, command):
+            self._by_refs(graph, command)
+
+    def _directly(self, graph: NodeGraph, direct: Direct, command: c.Replay) -> bool:
+        """Replays a graph of one segment without its recording's refs; returns False where something is to be done
+        besides running the program: nothing is done then."""
+        node, entries, segment, given = self._node, self._node.store.entries, direct.segment, command.inputs
+        if (
+            segment.new
+            or node.check is not None
+            or node.take_over is not in_order
+            or (segment.writes and node.store.sending)
+            or segment.engine.static
+            or len(given) != len(graph.inputs)
+            or len(command.outputs) != len(graph.returned)
+        ):
+            return False
+        inputs: list[Any] = list(map(entries.get, direct.inputs(given + direct.held)))
+        if not {*map(type, inputs)} <= _TENSORS:
+            return False
+        numbers = command.numbers[: graph.numbers]
+        try:
+            outputs = segment.engine.run(inputs, numbers)
+        except Exception as e:  # what is poisoned, and the calls after the one that has failed, go by refs
+            entries.update(zip(segment.program.inputs, inputs, strict=True))
+            self._failed(segment, e, numbers)
+            self._finish_replay(graph, command, {})
+        else:
+            entries.update(zip(direct.results(command.outputs), outputs, strict=True))
+        finally:
+            node.at = -1
+        return True
+
+    def _by_refs(self, graph: NodeGraph, command: c.Replay) -> None:
+        """Replays a graph, step by step, by the refs of its recording."""
         node, entries = self._node, self._node.store.entries
         for ref, given in zip(graph.inputs, command.inputs, strict=True):
             if ref:
@@ -280,6 +336,11 @@ class NodeGraphs:
             node.at = -1
             if switches is not None:
                 torch_switches.put(torch_switches.changed(torch_switches.present(), switches).items())
+        self._finish_replay(graph, command, kept)
+
+    def _finish_replay(self, graph: NodeGraph, command: c.Replay, kept: dict[int, torch.Tensor]) -> None:
+        """Takes a replay's inputs and results from under the recording's refs. ``kept``: outputs of the last one."""
+        node, entries = self._node, self._node.store.entries
         for ref in graph.inputs:
             entries.pop(ref, None)  # nothing is under 0
         try:
@@ -310,6 +371,8 @@ class NodeGraphs:
     def _release_outputs(self, graph: NodeGraph) -> dict[int, torch.Tensor]:
         """Lets go of the last replay's outputs. Returns those whose memory others see, or are going to: it gets the new
         values."""
+        if not graph.outputs and not graph.spoiled:
+            return {}
         entries = self._node.store.entries
         viewed = self._node.store.viewed()  # first: who makes a view meanwhile is found by ``shared``
         kept: dict[int, torch.Tensor] = {}
@@ -462,6 +525,28 @@ class NodeGraphs:
         for argument, number in segment.holes[i]:
             args[argument] = numbers[number]
         return replace(call, args=tuple(args))
+
+
+def _direct(steps: Sequence[Single | GraphSegment], command: c.EndGraph) -> Direct | None:
+    """Returns the shorter way of a graph's replays; None where there are transfers in between, or tensors that stay."""
+    segment = steps[0] if len(steps) == 1 else None
+    if not isinstance(segment, GraphSegment) or command.outputs:
+        return None
+    held = tuple(ref for ref in segment.program.inputs if ref not in command.inputs)
+    places = {ref: i for i, ref in enumerate((*command.inputs, *held))}
+    results = {ref: i for i, ref in enumerate(command.returned)}
+    if results.keys() - {0} != set(segment.program.outputs):
+        return None
+    program = segment.program
+    return Direct(
+        segment, held, _pick(places[ref] for ref in program.inputs), _pick(results[ref] for ref in program.outputs)
+    )
+
+
+def _pick(places: Iterable[int]) -> Pick:
+    """Returns a function that gives what is at these places of a tuple, in C where they are several."""
+    at = tuple(places)
+    return itemgetter(*at) if len(at) > 1 else lambda of: tuple([of[i] for i in at])
 
 
 def _fill(old: torch.Tensor, new: torch.Tensor) -> None:
