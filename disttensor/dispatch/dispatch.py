@@ -36,7 +36,10 @@ from .lazy_views import materialise
 from .left_here import left_here
 from .op_plan import GENERATOR, INDEX, LIST, NUMBER, ONE, STATIC, TENSORS, WRITTEN, OpEntry, Plan
 from .op_table import enter, enter_front, entries, front, handles, ordinary, surrounded
+from .signature_forms import learn
 
+Call = c.Call
+_frame = sys._getframe
 _EMPTY: dict[str, Any] = {}
 _NOTHING = type(None)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -64,6 +67,9 @@ def dispatch(func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: A
             plan = entry.quick.get((a._h.meta, b._h.meta if type(b) is DistributedTensor else type(b)))
             if plan is not None:
                 return issue(plan, a._h, b)
+        known = entry.forms.get(len(args))
+        if known is not None:
+            return known(args)
     return run(entry, args, kwargs or _EMPTY, None)
 
 
@@ -102,17 +108,40 @@ def issue(plan: Plan, h: Handle, b: Any) -> Any:
         call = (first, b)
     tensor = meta.make()
     tensor._h = Handle(out, meta)
-    frame = sys._getframe(2)
+    frame = _frame(2)
     code = frame.f_code
     box = meta.place.outbox
     commands = box.commands
     commands += (
-        c.Call(plan.template, out, call),
-        (code, frame.f_lasti) if id(code) in users else here(),
+        Call(plan.template, out, call),
+        (code, frame.f_lasti) if id(code) in users else here(3),
     )
     if len(commands) >= box.limit:
         meta.place.session.flush(box)
     return tensor
+
+
+def issue_write(plan: Plan, h: Handle, b: Any) -> None:
+    """Issues a call that writes the tensor of ``h``, with one of `remember`'s signatures, as ``issue`` does."""
+    out = new_ref()
+    first = out - (h.ref or materialise(h))
+    if b is None:
+        call: tuple[Any, ...] = (first,)
+    elif type(b) is DistributedTensor:
+        other = b._h
+        call = (first, out - (other.ref or materialise(other)))
+    else:
+        call = (first, b)
+    frame = _frame(2)
+    code = frame.f_code
+    box = plan.place.outbox
+    commands = box.commands
+    commands += (
+        Call(plan.template, out, call),
+        (code, frame.f_lasti) if id(code) in users else here(3),
+    )
+    if len(commands) >= box.limit:
+        plan.place.session.flush(box)
 
 
 @ordinary
@@ -189,8 +218,12 @@ def run(entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Pl
 
 
 def remember(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes a plan for the fast path, if its signature is one that the fast path serves."""
-    if plan.kind != ONE or entry.draws or kwargs or len(args) > 2 or type(args[0]) is not DistributedTensor:
+    """Notes a plan for the fast paths, if its signature is one that they serve."""
+    written = plan.kind == WRITTEN and entry.returned == (0,)
+    if kwargs or entry.draws or not (written or plan.kind == ONE) or type(args[0]) is not DistributedTensor:
+        return
+    learn(entry, args, written, run)
+    if len(args) > 2:
         return
     b: Any = args[1] if len(args) == 2 else None
     if type(b) is DistributedTensor:
@@ -199,7 +232,8 @@ def remember(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
         key = (args[0]._h.meta, type(b))
     else:
         return
-    entry.store(entry.quick, key, plan)
+    if not written:  # what it returns is new
+        entry.store(entry.quick, key, plan)
     if not surrounded():
         entry.store(entry.shortcuts, key, plan)
 

@@ -18,7 +18,7 @@ from ..session.places import MeshPlace, Place
 from . import copies, meta_inference, seen_at
 from .asking import make_room
 from .copies import copy_strides, fetch, fetch_into, fill, move, upload
-from .dispatch import part, run
+from .dispatch import issue, part, run
 from .first_call import check_masks, refuse_layout
 from .op_plan import VIEW, OpEntry, Plan
 from .op_table import enter, handler
@@ -227,10 +227,17 @@ _LIKE = (
 )
 
 
+#: What torch passes of ``torch.zeros_like(x)``.
+_UNPINNED = {"pin_memory": False}
+_NOTHING = type(None)
+
+
 @handler(*_LIKE)
 def _like(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Runs a factory that takes its metadata from a tensor; ``device=`` may name any other place."""
     source: DistributedTensor = args[0]
+    if len(args) == 1 and kwargs == _UNPINNED and (plan := entry.quick.get((source._h.meta, _NOTHING))) is not None:
+        return issue(plan, source._h, None)
     layout = kwargs.get("layout")
     if layout not in (None, torch.strided):
         refuse_layout(entry.name, layout)

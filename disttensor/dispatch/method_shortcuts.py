@@ -1,4 +1,4 @@
-"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``, ``x.cpu()``,
+"""The fast path of everyday methods: ``x + y``, ``x * 0.5``, ``x @ y``, ``x.sum()``, ``x += y``, ``x.cpu()``,
 ``x.to("cpu")``.
 
 Torch's path from a method to `dispatch` costs more than dispatch itself. Where no mode is active above dispatch (no
@@ -9,15 +9,17 @@ calls, and every signature's first one, take torch's path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from ..proxy.meta import Shared
 from ..proxy.proxy import DistributedTensor
+from ..runtime.process.generated_code import function
 from .call_site import here
-from .dispatch import issue
+from .dispatch import issue, issue_write
 from .op_table import enter
 
 aten = torch.ops.aten
@@ -28,6 +30,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
+_increment = torch._C._increment_version
 
 #: The bound of integers that can be sent; torch raises the error for larger ones.
 _WIDE = 1 << 63
@@ -36,56 +39,64 @@ _PRESERVE = torch.preserve_format
 _CPU = torch.device("cpu")
 
 
-# The six checks for active modes between a method and dispatch (gradients aside) are written out below. They cost a
-# fifth of the whole call, and as a function they would cost half as much again.
-
-
-def _unary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
-    quick = enter(op).shortcuts
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and type(self) is DistributedTensor:
-            h = self._h
-            plan = quick.get((h.meta, _NOTHING))
+# The methods are written out of one text: the six checks for active modes between a method and dispatch cost a fifth of
+# the whole call, and as a function they would cost half as much again. A mode of functions sees attributes as well, so
+# that it is looked for first.
+_METHOD = """
+def method(self, {other}*args, **kwargs):
+    if not args and not kwargs and type(self) is T:
+        h = self._h
+{ways}
+    return original(self, {other}*args, **kwargs)
+"""
+_WAY = """
+        {given}
             if (
-                plan is not None
-                and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
+                not (_modes() or (_grad() and ({recorded})))
+                and (plan := quick.get((h.meta, {key}))) is not None
+                and not (_dispatch_modes() or _inference() or _transforms() or _autocast())
                 and forward_ad._current_level < 0
-                and not (_grad() and self.requires_grad)
+                {writable}
             ):
-                return issue(plan, h, None)
-        return original(self, *args, **kwargs)
-
-    return method
+                {issue}
+"""
 
 
-def _binary(op: OpOverload, original: Callable[..., Any]) -> Callable[..., Any]:
-    quick = enter(op).shortcuts
+class _Way(NamedTuple):
+    """How a method is called: what it is given beside the tensor itself."""
 
-    def method(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and type(self) is DistributedTensor:
-            h = self._h
-            if type(other) is DistributedTensor:
-                plan = quick.get((h.meta, other._h.meta))
-                if (
-                    plan is not None
-                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
-                    and forward_ad._current_level < 0
-                    and not (_grad() and (self.requires_grad or other.requires_grad))
-                ):
-                    return issue(plan, h, other)
-            elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):
-                plan = quick.get((h.meta, type(other)))
-                if (
-                    plan is not None
-                    and not (_modes() or _dispatch_modes() or _inference() or _transforms() or _autocast())
-                    and forward_ad._current_level < 0
-                    and not (_grad() and self.requires_grad)
-                ):
-                    return issue(plan, h, other)
-        return original(self, other, *args, **kwargs)
+    given: str  #: the condition for it
+    recorded: str  #: whether a gradient is to be recorded, where that is on
+    key: str  #: what the plan's key has of it
+    operand: str  #: what the call has of it
 
-    return method
+
+_ALONE = _Way("if True:", "self.requires_grad", "_NOTHING", "None")
+_TENSOR = _Way("if type(other) is T:", "self.requires_grad or other.requires_grad", "other._h.meta", "other")
+_NUMBER = _Way(
+    "elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):",
+    "self.requires_grad", "type(other)", "other",
+)  # fmt: skip
+#: What a shard of a mesh's tensor and an inference tensor are asked beyond this, torch's own way asks.
+_WRITABLE = "and type(h) is not Shared and not self.is_inference()"
+_WRITES = "issue_write(plan, h, {}); _increment((self,)); return self"
+
+
+def _source(ways: tuple[_Way, ...], written: bool) -> str:
+    """Returns the text of a method; ``written``: it writes the tensor, and returns that."""
+    issue, writable = (_WRITES, _WRITABLE) if written else ("return issue(plan, h, {})", "")
+    parts = [
+        _WAY.format(**way._asdict(), issue=issue.format(way.operand), writable=writable) for way in ways
+    ]
+    return _METHOD.format(other="other, " if ways != (_ALONE,) else "", ways="".join(parts))
+
+
+def _method(op: OpOverload, ways: tuple[_Way, ...], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method that issues an operator's calls of these ways, and leaves all others to ``original``."""
+    entry = enter(op)
+    names = {**globals(), "quick": entry.shortcuts, "original": original, "T": DistributedTensor}
+    made: Callable[..., Any] = function("method", _source(ways, entry.mutable), names)
+    return made
 
 
 def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +128,8 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.Tensor.to(self, *args, **kwargs)  # looked up here: a session may replace it (node_context.following)
 
 
-_BINARY: dict[str, tuple[str, ...]] = {
+#: The table: operators, and the methods that are shortcuts to them. A line more is a method more.
+BINARY: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("add", "__add__", "__radd__"),
     "sub.Tensor": ("sub", "__sub__"),
     "mul.Tensor": ("mul", "__mul__", "__rmul__"),
@@ -125,8 +137,12 @@ _BINARY: dict[str, tuple[str, ...]] = {
     "mm.default": ("mm", "__matmul__", "matmul"),
     "maximum.default": ("maximum",),
     "minimum.default": ("minimum",),
+    "add_.Tensor": ("add_", "__iadd__"),
+    "sub_.Tensor": ("sub_", "__isub__"),
+    "mul_.Tensor": ("mul_", "__imul__"),
+    "div_.Tensor": ("div_", "__itruediv__"),
 }
-_UNARY: dict[str, tuple[str, ...]] = {
+UNARY: dict[str, tuple[str, ...]] = {
     "sum.default": ("sum",),
     "mean.default": ("mean",),
     "relu.default": ("relu",),
@@ -137,6 +153,9 @@ _UNARY: dict[str, tuple[str, ...]] = {
     "sigmoid.default": ("sigmoid",),
     "neg.default": ("neg", "__neg__"),
     "abs.default": ("abs",),
+    "zero_.default": ("zero_",),
+    "relu_.default": ("relu_",),
+    "sqrt_.default": ("sqrt_",),
 }
 
 
@@ -145,11 +164,11 @@ def install() -> None:
     if "add" in vars(DistributedTensor):
         return
     made = {"cpu": _cpu(torch.Tensor.cpu), "to": _to}
-    for table, make in ((_BINARY, _binary), (_UNARY, _unary)):
+    for table, ways in ((BINARY, (_TENSOR, _NUMBER)), (UNARY, (_ALONE,))):
         for name, methods in table.items():
             packet, overload = name.split(".")
             op = getattr(getattr(aten, packet), overload)
-            made |= {method: make(op, getattr(torch.Tensor, method)) for method in methods}
+            made |= {method: _method(op, ways, getattr(torch.Tensor, method)) for method in methods}
     for method, wrapped in made.items():
         wrapped.__name__ = method
         wrapped.__doc__ = getattr(torch.Tensor, method).__doc__

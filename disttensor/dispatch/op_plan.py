@@ -75,8 +75,10 @@ class OpEntry:
         "composite",
         "draws",
         "fallback",
+        "forms",
         "handler",
         "kinds",
+        "known_forms",
         "kwkinds",
         "lists",
         "mutable",
@@ -135,6 +137,10 @@ class OpEntry:
         self.quick: dict[tuple[Any, Any], Plan] = {}
         #: the same, for methods that pass ``dispatch`` by (method_shortcuts.py); empty while something surrounds that
         self.shortcuts: dict[tuple[Any, Any], Plan] = {}
+        #: number of arguments -> the function that issues calls of known forms with so many (signature_forms.py), and
+        #: which forms these are
+        self.forms: dict[int, Callable[[tuple[Any, ...]], Any]] = {}
+        self.known_forms: set[str] = set()
         #: whether it returns tensors only, and no lists of them
         self.single = all(str(r.type) == "Tensor" for r in schema.returns)
         #: whether its meta kernel was right, by layout of the operands (`lying` in first_call.py)

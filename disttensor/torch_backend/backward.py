@@ -14,6 +14,7 @@ end in such a noexcept function, so no handler runs between the lookup and the a
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.autograd.graph
 
+from ..dispatch.call_site import backwards, here, runs_backwards
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.signals import held, uninterrupted
 
@@ -86,6 +88,8 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         _kept.errors = []
         multithreaded = torch.autograd.is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
+        frame = id(sys._getframe())
+        backwards[frame] = here(1)
         try:
             return original(*args, **kwargs)
         except BaseException as e:
@@ -94,9 +98,11 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise errors[0] from None
             raise e
         finally:
+            del backwards[frame]
             torch._C._set_multithreading_enabled(multithreaded)
             _kept.errors = outer
 
+    runs_backwards(run.__code__)
     return run
 
 

@@ -55,14 +55,14 @@ class Operands:
 
 #: Operations, and the opcodes that the script's thread executes for each, with the call of the function here.
 OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
-    "x * 2": (lambda it: it.plain * 2, 187),
-    "x + y": (lambda it: it.plain + it.other, 178),
+    "x * 2": (lambda it: it.plain * 2, 185),
+    "x + y": (lambda it: it.plain + it.other, 176),
     "x[0]": (lambda it: it.plain[0], 161),
     "x * 2, with gradients": (lambda it: it.leaf * 2, 392),
     "x + y, with gradients": (lambda it: it.leaf + it.other, 381),
     "x[0], with gradients": (lambda it: it.leaf[0], 201),
-    "x * 2, on a mesh": (lambda it: it.spread * 2, 187),
-    "x + y, on a mesh": (lambda it: it.spread + it.spread, 178),
+    "x * 2, on a mesh": (lambda it: it.spread * 2, 185),
+    "x + y, on a mesh": (lambda it: it.spread + it.spread, 176),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
     'local.to("node:0")': (lambda it: it.local.to("node:0"), 594),
     "x.copy_(local)": (lambda it: it.plain.copy_(it.local), 911),
