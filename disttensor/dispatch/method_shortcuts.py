@@ -27,10 +27,8 @@ aten = torch.ops.aten
 _grad = torch.is_grad_enabled
 _modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
-_increment = torch._C._increment_version
 
 #: The bound of integers that can be sent; torch raises the error for larger ones.
 _WIDE = 1 << 63
@@ -62,6 +60,15 @@ _WAY = """
 """
 
 
+#: What both texts name.
+_NAMES: dict[str, Any] = {
+    "Shared": Shared, "T": DistributedTensor, "_NOTHING": _NOTHING, "_WIDE": _WIDE, "_autocast": _autocast,
+    "_dispatch_modes": _dispatch_modes, "_grad": _grad, "_increment": torch._C._increment_version,
+    "_inference": torch.is_inference_mode_enabled, "_modes": _modes, "_transforms": _transforms,
+    "forward_ad": forward_ad, "issue": issue, "issue_write": issue_write,
+}  # fmt: skip
+
+
 class _Way(NamedTuple):
     """How a method is called: what it is given beside the tensor itself."""
 
@@ -84,17 +91,15 @@ _WRITES = "issue_write(plan, h, {}); _increment((self,)); return self"
 
 def _source(ways: tuple[_Way, ...], written: bool) -> str:
     """Returns the text of a method; ``written``: it writes the tensor, and returns that."""
-    issue, writable = (_WRITES, _WRITABLE) if written else ("return issue(plan, h, {})", "")
-    parts = [
-        _WAY.format(**way._asdict(), issue=issue.format(way.operand), writable=writable) for way in ways
-    ]
+    issues, writable = (_WRITES, _WRITABLE) if written else ("return issue(plan, h, {})", "")
+    parts = [_WAY.format(**way._asdict(), issue=issues.format(way.operand), writable=writable) for way in ways]
     return _METHOD.format(other="other, " if ways != (_ALONE,) else "", ways="".join(parts))
 
 
 def _method(op: OpOverload, ways: tuple[_Way, ...], original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the method that issues an operator's calls of these ways, and leaves all others to ``original``."""
     entry = enter(op)
-    names = {**globals(), "quick": entry.shortcuts, "original": original, "T": DistributedTensor}
+    names = {**_NAMES, "quick": entry.shortcuts, "original": original}
     made: Callable[..., Any] = function("method", _source(ways, entry.mutable), names)
     return made
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import disttensor as dt
+from disttensor.dispatch import call_site
 from disttensor.dispatch.method_shortcuts import BINARY, UNARY
 from disttensor.proxy.meta import minted_refs
 from disttensor.session import current
@@ -41,7 +42,24 @@ CALLS, EVERY = 4000, 16
 
 METHODS = [name for names in BINARY.values() for name in names]
 ALONE = [name for names in UNARY.values() for name in names]
-#: Operators without a method of their own: their forms are learnt.
+
+
+def _hooked(x: Any, y: Any) -> Any:
+    """Has a line of its own in a backward, and another backward within it."""
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = grad.detach().requires_grad_()
+            (made,) = torch.autograd.grad(torch.lerp(leaf, leaf, 0.5).sum(), leaf)
+        return grad * made
+
+    z = torch.softmax(x * y, -1)
+    if z.requires_grad:
+        z.register_hook(hook)
+    return z
+
+
+#: Operators without a method of their own, whose forms are learnt; and backwards.
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "addmm": lambda x, y: torch.addmm(x, x, y),
     "linear": lambda x, y: F.linear(x, y),
@@ -67,6 +85,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "square of a sum": lambda x, y: (x + y).sum(0) * (x - y).mean(),
     "write into a row": lambda x, y: x[0].mul_(2),
     "write into a transpose": lambda x, y: x.t().add_(y),
+    "a hook": _hooked,
     "to and fro": lambda x, y: x.detach().sub_(y),
 }
 
@@ -252,6 +271,12 @@ def test_drawn_calls() -> None:
         compare(call)
 
 
+def test_an_inference_tensor_is_not_written_outside_of_that_mode() -> None:
+    """Nor is the number of its writes, which it has not, asked for."""
+    for name in METHODS:
+        compare((name, "inference", "2", ""))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(1, EVERY))
 def test_all_drawn_calls(part: int) -> None:
@@ -291,7 +316,38 @@ def test_the_shortcuts_are_taken() -> None:
         assert "run" not in made, name
 
 
-# ---- torch's own database ---------------------------------------------------------------------------------------------
+def lines(call: Callable[[], Any]) -> set[str]:
+    """Returns the names of the functions whose lines issue a call's commands."""
+    heard: list[Any] = []
+    with current.session().link.seam.issued.heard_by(heard.append):
+        call()
+    return {h.site[0].co_name for h in heard if h.site is not None}
+
+
+def test_a_new_signature_behind_a_form_is_of_its_line() -> None:
+    def written_here(n: int) -> None:
+        torch.lerp(torch.ones(n, device=NODE), torch.ones(n, device=NODE), 0.5)
+
+    written_here(3)
+    assert lines(lambda: written_here(5)) == {"written_here"}
+
+
+def test_lines_of_a_backward() -> None:
+    """What a backward issues is of the line that has called it, and what a hook issues, of the hook's."""
+
+    def forward() -> torch.Tensor:
+        return _hooked(_range().requires_grad_(), 2).sum()  # type: ignore[no-any-return]
+
+    def calls_it(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    for _ in range(3):
+        loss = forward()
+        assert lines(lambda loss=loss: calls_it(loss)) == {"calls_it", "hook"}  # type: ignore[misc]
+    assert not call_site.backwards
+
+
+# ---- torch's own database --------------------------------------------------------------------------------------------
 
 
 def operators(every: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
@@ -51,6 +52,8 @@ class Operands:
     spread: torch.Tensor
     each: list[torch.Tensor]  #: one for each node
     local: torch.Tensor
+    square: torch.Tensor
+    weight: torch.Tensor  #: of the size of ``square``, with a gradient
 
 
 #: Operations, and the opcodes that the script's thread executes for each, with the call of the function here.
@@ -58,8 +61,16 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x * 2": (lambda it: it.plain * 2, 185),
     "x + y": (lambda it: it.plain + it.other, 176),
     "x[0]": (lambda it: it.plain[0], 161),
-    "x * 2, with gradients": (lambda it: it.leaf * 2, 392),
-    "x + y, with gradients": (lambda it: it.leaf + it.other, 381),
+    "x += y": (lambda it: it.plain.add_(it.other), 183),
+    "x *= 2": (lambda it: it.plain.mul_(2), 192),
+    "x.zero_()": (lambda it: it.plain.zero_(), 155),
+    "a form with a static argument": (lambda it: torch.softmax(it.plain, 0), 202),
+    "a form of three": (lambda it: torch.lerp(it.plain, it.other, 0.5), 230),
+    "a form in place": (lambda it: it.plain.lerp_(it.other, 0.5), 223),
+    "zeros_like": (lambda it: torch.zeros_like(it.plain), 217),
+    "x * 2, with gradients": (lambda it: it.leaf * 2, 339),
+    "x + y, with gradients": (lambda it: it.leaf + it.other, 329),
+    "linear, with gradients": (lambda it: F.linear(it.square, it.weight), 368),
     "x[0], with gradients": (lambda it: it.leaf[0], 201),
     "x * 2, on a mesh": (lambda it: it.spread * 2, 185),
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 176),
@@ -70,11 +81,11 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
 }
 #: Small collectives, and the opcodes of the script's thread for each, from the call to the queue.
 COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
-    "a list": (lambda it: dt.all_reduce(it.each), 2029),
-    "a list, asynchronous": (lambda it: dt.all_reduce(it.each, async_op=True), 2379),
-    "a mesh": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp"), 1539),
-    "a mesh, asynchronous": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp", async_op=True), 1886),
-    "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2384),
+    "a list": (lambda it: dt.all_reduce(it.each), 2024),
+    "a list, asynchronous": (lambda it: dt.all_reduce(it.each, async_op=True), 2374),
+    "a mesh": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp"), 1534),
+    "a mesh, asynchronous": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp", async_op=True), 1878),
+    "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2349),
 }
 #: Those of a wait for an asynchronous one that has ended; and of each node's answer, where one reply has many.
 WAITED, ANSWERED = 62, 94
@@ -105,7 +116,7 @@ EDGE, REGION = 48, 20
 #: Questions for a value, and the opcodes of the script's thread for each, without those of the exchange of messages,
 #: which are the same for all.
 QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
-    "x.item()": (lambda it: it.plain[0], 344),
+    "x.item()": (lambda it: it.plain[0], 343),
     "x.cpu()": (lambda it: it.plain, 442),
     'x.to("cpu")': (lambda it: it.plain, 501),
     'x.to(device="cpu")': (lambda it: it.plain, 503),
@@ -121,7 +132,10 @@ def operands() -> Iterator[Operands]:
         here = torch.ones(4)
         leaf = torch.ones(4, device="node:0", requires_grad=True)
         each = [here.to(f"node:{k}") for k in range(2)]
-        yield Operands(here.to("node:0"), here.to("node:0"), leaf, here.to(dt.mesh(dp=2).device), each, here)
+        square = torch.ones(4, 4, device="node:0")
+        weight = square.clone().requires_grad_()
+        spread = here.to(dt.mesh(dp=2).device)
+        yield Operands(here.to("node:0"), here.to("node:0"), leaf, spread, each, here, square, weight)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

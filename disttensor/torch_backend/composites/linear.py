@@ -69,7 +69,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
         if known:
             if _grad() and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
                 return _WAYS[len(key[0].shape) > 2, bias is not None](bias, input, weight)  # type: ignore[no-any-return]
-            return _whole((input, weight, bias))
+            return _whole((input, weight, bias))  # type: ignore[no-any-return]
     return aten.linear.default._op_dk(_COMPOSITE, input, weight, bias)  # type: ignore[no-any-return]
 
 
