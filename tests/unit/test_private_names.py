@@ -75,6 +75,7 @@ INTERNAL: dict[str, str] = {
     "tasks/test_kept_pickles.py": "KeptPickles: the bytes that are kept against those that are made anew, and how many",
     "ops/test_metadata.py": "meta kernels that are wrong: what the script infers is replaced",
     "ops/test_picked_kernels.py": "kernel_choice.py, with records that no node tells, and the table of all overrides",
+    "ops/test_shortcut_oracle.py": "the shortcuts' table, and the commands that they and the slow way issue",
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
     "verify/test_selfcheck.py": "what stands in the ways of operations while they are compared, and seeded defects",
     "graphs/test_engine_build.py": "the process that compiles engines",
