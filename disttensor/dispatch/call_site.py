@@ -58,13 +58,11 @@ def here(depth: int = 2) -> Site | None:
         while True:
             while id(frame.f_code) in others:
                 frame = frame.f_back  # type: ignore[assignment]
-            if id(frame.f_code) in users:
+            if id(frame.f_code) in users or (id(frame) not in backwards and _is_users(frame.f_code)):
                 return (frame.f_code, frame.f_lasti)
             begun = backwards.get(id(frame))
             if begun is not None:
                 return begun
-            if _is_users(frame.f_code):
-                return (frame.f_code, frame.f_lasti)
             frame = frame.f_back  # type: ignore[assignment]
     except AttributeError:
         if frame is None:  # the outermost has no caller: a look for that at each would be a sixth of the walk

@@ -15,7 +15,6 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from ..proxy.meta import Shared
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.generated_code import function
 from .call_site import here
@@ -62,7 +61,7 @@ _WAY = """
 
 #: What both texts name.
 _NAMES: dict[str, Any] = {
-    "Shared": Shared, "T": DistributedTensor, "_NOTHING": _NOTHING, "_WIDE": _WIDE, "_autocast": _autocast,
+    "T": DistributedTensor, "_NOTHING": _NOTHING, "_WIDE": _WIDE, "_autocast": _autocast,
     "_dispatch_modes": _dispatch_modes, "_grad": _grad, "_increment": torch._C._increment_version,
     "_inference": torch.is_inference_mode_enabled, "_modes": _modes, "_transforms": _transforms,
     "forward_ad": forward_ad, "issue": issue, "issue_write": issue_write,
@@ -84,8 +83,8 @@ _NUMBER = _Way(
     "elif other is not None and (type(other) is not int or -_WIDE <= other < _WIDE):",
     "self.requires_grad", "type(other)", "other",
 )  # fmt: skip
-#: What a shard of a mesh's tensor and an inference tensor are asked beyond this, torch's own way asks.
-_WRITABLE = "and type(h) is not Shared and not self.is_inference()"
+#: Torch refuses to write an inference tensor outside of that mode. What else may not be written requires a gradient.
+_WRITABLE = "and not self.is_inference()"
 _WRITES = "issue_write(plan, h, {}); _increment((self,)); return self"
 
 

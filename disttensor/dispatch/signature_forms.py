@@ -46,7 +46,7 @@ LETTERS: dict[str, Letter] = {
     "S": Letter(lambda v, kind: kind == STATIC, "", "{a}", ""),
 }  # fmt: skip
 
-#: Forms per operator.
+#: Forms per operator: the first ones that are met.
 MOST = 8
 
 #: The function of a form. It is called by `dispatch`, so that the caller of its caller is torch's or the user's code.

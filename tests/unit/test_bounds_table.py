@@ -19,6 +19,7 @@ _KEPT = "what is kept, and not what may come: more of it is dropped, or waits"
 #: Every bound: the test that tries it, or why nothing of a user's meets it.
 TABLE = {
     "disttensor/dispatch/op_plan.py": {"MAX_PLANS": _KEPT},
+    "disttensor/dispatch/signature_forms.py": {"MOST": "what has no form takes the way that all calls took"},
     "disttensor/dispatch/trial.py": {"_MOST": "operands of a trial in the script"},
     "disttensor/errors/late_warnings.py": {"_MOST": _KEPT, "_LONGEST": "a warning that is given: longer ones are cut"},
     "disttensor/proxy/meta.py": {"MAX_METAS": _KEPT},
