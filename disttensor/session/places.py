@@ -571,6 +571,12 @@ class Places:
         elif self.with_meshes:
             self.use(place.origin)
 
+    def draw_on(self, node: int) -> None:
+        """Does what ``draw`` does for all places of a node: a command may draw from any of their generators."""
+        if self.with_meshes or route.get().recorder is not None:
+            for place in self.of_node(node):
+                self.draw(place)
+
     @contextmanager
     def turn(self, place: Place) -> Iterator[None]:
         """Has the generator of a place in use until the commands that draw are queued: no other thread puts another one

@@ -25,6 +25,7 @@ from ..futures.work import T_co
 from ..meshes.mesh import Mesh
 from ..proxy.meta import Handle, meta_of_contiguous, new_ref
 from ..proxy.proxy import DistributedTensor, proxy
+from ..runtime.master.failures import Site
 from ..runtime.master.route import waits
 from ..runtime.node import actors as node_side
 from ..runtime.node import shared_objects
@@ -177,6 +178,16 @@ class _Shared(NamedTuple):
     about: actor_calls.About
 
 
+class _Found(NamedTuple):
+    """A method of an actor's class."""
+
+    static: Any  #: as the class has it
+    method: Any  #: as it is an attribute of the class
+    bound: bool  #: whether that takes no ``self``
+    is_async: bool
+    what: str  #: a call of it, in words
+
+
 class _Living:
     """An actor on its node, which ends when the script has let go of this: handles keep it, and nodes' do."""
 
@@ -191,8 +202,32 @@ class _Living:
         self._closing: ActorWork[None] | None = None
         self._shared: _Shared | None = None
         self._lock = threading.RLock()
+        self._found: dict[str, _Found] = {}
         self._calls: deque[int] = deque()  #: the requests of its calls, of which it does the first one first
         session.part(Actors).living.add(self)
+
+    def method(self, name: str) -> _Found:
+        """Returns a method of the class: what was found once, as long as that is the same. Raises AttributeError where
+        the class has none of that name, or something else than a method."""
+        kind, found = self.kind, self._found.get(name)
+        static = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _nothing)
+        if found is not None and found.static is static:
+            return found
+        if static is _nothing:
+            names = [each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))]
+            raise AttributeError(
+                f"{kind.__qualname__} has no method {name!r}{did_you_mean(name, [*names, *_OWN])}; what its objects "
+                "have besides is on the node, and a method can return it"
+            )
+        method, what = getattr(kind, name, None), f"{kind.__qualname__}.{name}()"
+        if isinstance(static, property) or not callable(method):
+            raise AttributeError(
+                f"{what.removesuffix('()')} is no method; an actor is on its node, and a method can return what it has"
+            )
+        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+        found = _Found(static, method, isinstance(static, (staticmethod, classmethod)), is_async, what)
+        self._found[name] = found
+        return found
 
     def add_call(self, request: int) -> None:
         """Notes a call that was issued."""
@@ -209,8 +244,7 @@ class _Living:
 
     def close(self) -> ActorWork[None]:
         if self._closing is None:
-            token, _ = self.alive()
-            self._closing = self.issue(node_side.close, (token,), f"{self.kind.__qualname__}.close()")
+            self._closing = self.issue(node_side.close, (), {}, f"{self.kind.__qualname__}.close()")
             self.kept = None  # its stream ends when that is done
         return self._closing
 
@@ -221,19 +255,21 @@ class _Living:
         return kept
 
     def issue(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], what: str, made: int = 0, method: Any = None
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, what: str, made: int = 0, method: Any = None
     ) -> ActorWork[Any]:
-        """Issues one of the node's functions on the actor's stream. ``made``: the ref of the token that it returns;
-        ``method``: that of the class which it calls."""
+        """Issues one of the node's functions on the actor's stream, which takes the token first. ``made``: the ref of
+        the token that it returns, and it takes none; ``method``: that of the class which it calls."""
         waits("an actor's call")
         token, stream = self.alive()
-        back = self.announcing._replace(fn=method)
+        _, *back = self.announcing
+        site = here(3)
         try:
             call = FunctionCall(
-                self.session, self.place, fn, args, {}, here(3), what=what, token=token, announcing=back
-            )
+                self.session, self.place, fn, args, kwargs, site, what=what, copies=True,
+                token=None if made else token, announcing=Announcing(method, *back),
+            )  # fmt: skip
             try:
-                return ActorWork(self, call, stream, what, made)
+                return ActorWork(self, call, stream, what, made, site)
             finally:
                 call.end()
         except NodeLost as error:
@@ -243,7 +279,7 @@ class _Living:
         """Has nodes be able to call the actor."""
         with self._lock:
             if self._shared is None:
-                token, _ = self.alive()
+                self.alive()
                 hello, held = self.place.hello, holder()
                 about = actor_calls.About(self.kind.__qualname__, self.node, hello.host, hello.pid, _methods(self.kind))
                 party = SCRIPT if self.session.shares_process else self.node
@@ -252,7 +288,7 @@ class _Living:
                     lambda all, number: shared_actors.ActorState(all, number, party, about.kind, living)
                 )
                 found = _Shared(number, held.where(number), about)
-                serving = self.issue(actor_calls.serve, (token, *found), f"{about.kind}()")
+                serving = self.issue(actor_calls.serve, (*found,), {}, f"{about.kind}()")
                 serving.when_failed(partial(_failed, held.caller.objects, number))
                 self._number(number)
                 self._shared = found
@@ -307,7 +343,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
         self._lock = threading.RLock()
         arguments = (kind, args, kwargs, kind.__qualname__, session.places.own_seed(), self._living.key)
         self.ready: ActorWork[None] = self._living.issue(
-            node_side.make, arguments, f"{kind.__qualname__}()", made=self._living.ref
+            node_side.make, arguments, {}, f"{kind.__qualname__}()", made=self._living.ref
         )
 
     def close(self) -> ActorWork[None]:
@@ -341,22 +377,9 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
             return shared_objects.get, (given,)
 
     def __getattr__(self, name: str) -> Callable[..., ActorWork[Any]]:
-        if name.startswith("__") or "_kind" not in self.__dict__:
+        if name.startswith("__") or "_living" not in self.__dict__:
             raise AttributeError(name)
-        kind = self._kind
-        try:
-            found = inspect.getattr_static(kind, name)
-        except AttributeError:
-            names = [each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))]
-            raise AttributeError(
-                f"{kind.__qualname__} has no method {name!r}{did_you_mean(name, [*names, *_OWN])}; what its objects "
-                "have besides is on the node, and a method can return it"
-            ) from None
-        method = getattr(kind, name, None)
-        if isinstance(found, property) or not callable(method):
-            raise AttributeError(
-                f"{kind.__qualname__}.{name} is no method; an actor is on its node, and a method can return what it has"
-            )
+        kind, method = self._kind, self._living.method(name).method
         bound = _Method(self._call, name)
         bound.method, bound.__doc__ = method, method.__doc__
         bound.__name__, bound.__qualname__ = name, f"{kind.__qualname__}.{name}"
@@ -379,16 +402,14 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
         return self._call("__call__", *args, **kwargs)
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> ActorWork[Any]:
-        kind, what = self._kind, f"{self._kind.__qualname__}.{name}()"
-        method, static = getattr(kind, name), inspect.getattr_static(kind, name)
-        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-            raise TypeError(f"{what} is async, and an actor's methods are not: no event loop runs on the node for it")
-        bound = isinstance(static, (staticmethod, classmethod))
-        _fits(what, method, args if bound else (self, *args), kwargs)
-        if name == "__call__" and issubclass(kind, torch.nn.Module):
-            method = kind.forward
         living = self._living
-        return living.issue(node_side.call, (living.alive()[0], name, args, kwargs), what, method=method)
+        _, method, bound, is_async, what = living.method(name)
+        if is_async:
+            raise TypeError(f"{what} is async, and an actor's methods are not: no event loop runs on the node for it")
+        _fits(what, method, args if bound else (self, *args), kwargs)
+        if name == "__call__" and issubclass(self._kind, torch.nn.Module):
+            method = self._kind.forward
+        return living.issue(node_side.call, (name, *args), kwargs, what, method=method)
 
     def __enter__(self) -> Self:
         return self
@@ -414,15 +435,17 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
 class ActorWork(Submitted[T_co]):
     """A call of an actor on its way."""
 
-    def __init__(self, actor: _Living, call: FunctionCall, stream: Stream, what: str, made: int) -> None:
+    def __init__(
+        self, actor: _Living, call: FunctionCall, stream: Stream, what: str, made: int, site: Site | None
+    ) -> None:
         """``made``: the ref of the actor's token, if that is what the call makes."""
         super().__init__(actor.session, [call], what, None)
         self._kind = actor.kind  # and not the actor, whose end is that of the last who has it
-        part, node, site = self.parts[0], actor.node, here(4)
+        part = self.parts[0]
         part.expect_result(actor.session)
         id = part.request.id
         run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
-        actor.session.link.sender.together([(node, c.On(stream.stream_id, run), site)])
+        actor.session.link.sender.begin(actor.node, c.On(stream.stream_id, run), site, call.nbytes)
         call.issued()
         actor.add_call(id)
 
@@ -445,6 +468,7 @@ class ActorWork(Submitted[T_co]):
             raise _named(error, self._kind) from None
 
 
+_nothing = object()
 #: What a handle has for itself, besides ``close``, which calls that of the class.
 _OWN = ("node", "ready")
 

@@ -22,6 +22,8 @@ from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import ProtocolError, RemoteError
 from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable, name_of
 
+#: What says that there are no classes: Python has one empty tuple.
+_NOTHING: tuple[()] = ()
 #: Annotations in quotes, as a module's all are that imports ``annotations``, which name nothing of the user's.
 _PLAIN = frozenset({"None", "bool", "int", "float", "str", "bytes", "list", "dict", "tuple", "set", "object"})
 
@@ -37,7 +39,9 @@ class Announcing(NamedTuple):
 
 def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announced:
     """Returns what a call announces. Raises TypeError for ``returns`` and ``raises`` that name no class that can be."""
-    announced = Announced()
+    announced, returned = Announced(), _return_of(call.fn)
+    if not of_arguments and call.returns is call.raises is returned is _NOTHING:  # most calls
+        return announced
     for what, form in (("returns", call.returns), ("raises", call.raises)):
         if type(form) is tuple and not form:
             continue
@@ -53,7 +57,7 @@ def announced_by(call: Announcing, of_arguments: Iterable[type] = ()) -> Announc
                     f"raises={shown(form)}: {cls.__name__} is not an exception; returns= is for what is returned"
                 )
             announced.add(cls)  # or says why its objects can't come
-    todo = [*announced, *of_arguments, *_classes_in(_return_of(call.fn))]
+    todo = [*announced, *of_arguments, *_classes_in(returned)]
     seen = set[type]()
     while todo:
         cls = todo.pop()

@@ -23,7 +23,15 @@ from ..session.places import NodePlace
 from ..session.session import Session
 from .announcing import Announcing, announced_by, raised
 from .here import world_size
-from .sending import KeptAlive, known_functions, pickled_arguments, pickled_function, send
+from .sending import (
+    SMALL_ARGUMENTS,
+    KeptAlive,
+    known_functions,
+    pickled_arguments,
+    pickled_function,
+    send_function,
+    send_once,
+)
 from .targets import Targets
 
 _serial = count()
@@ -76,11 +84,13 @@ class FunctionCall:
         site: Any,
         ready: PickledArguments | None = None,
         what: str = "",
+        copies: bool = False,
         token: DistributedTensor | None = None,
         announcing: Announcing | None = None,
         items: int = 0,
     ) -> None:
-        """``what``: the function in words, if not its name. ``token``: of what it belongs to, as in KeptAlive.
+        """``what``: the function in words, if not its name. ``copies``: as for KeptAlive. ``token``: of an
+        actor, which comes before the arguments.
         ``items``: how many items ``ready`` is a list of, if it is one. ``announcing``: what may come back; without it
         ``returns`` and ``raises`` among ``kwargs`` say it, and are not the function's. Raises TypeError for what they
         can't be, and as ``pickled``."""
@@ -96,28 +106,43 @@ class FunctionCall:
         self._named_in = announcing.where
         self._what = what or f"{name_of(fn)}()"
         self._sent = known_functions(session)
-        self._keep = KeptAlive(token)
+        self._keep = KeptAlive(copies)
         self._beside: NodePlace = place
         self._request, self._adopted, self._into = 0, False, False
         self._rank: tuple[c.MeshDims | None, int] = (None, 0)
-        function, key = pickled_function(fn, place, self._keep, self._what)
+        function, self._function = pickled_function(fn, session, place, self._keep, self._what)
         self.holds_tensors = bool(self._keep)  #: whether the function holds some, or results
-        # a serial number behind the pickle gives a function or arguments used once a key of their own; the unpickler
-        # doesn't read that far
-        once = next(_serial).to_bytes(8, "big")
-        self._function = key_of(function := function + once) if self.holds_tensors else key
+        self._first = 0
+        if token is not None:
+            self._first = token._h.ref
+            self._keep.tensors.append(token)
         arguments = ready.data if ready is not None else None
         if arguments is None:
             what = f"the arguments of {self._what}"
             arguments = pickled_arguments(tuple(args), kwargs, place, self._keep, what)
             if ready is not None and not self._keep:
                 ready.data = arguments
-        arguments += once
-        self._arguments = key_of(arguments)
+        self._arguments, self._apart = arguments, len(arguments) > SMALL_ARGUMENTS
         self._announced = announced_by(announcing, self._keep.classes)
-        session.link.interrupts.look()
-        known = None if self.holds_tensors else self._sent
-        send(place, known, (self._function, function), (self._arguments, arguments), site)
+        if self.holds_tensors or self._apart or (place.node, self._function) not in self._sent:
+            session.link.interrupts.look()
+            self._send_pieces(function)
+
+    def _send_pieces(self, function: bytes) -> None:
+        """Queues the function, if the node has it not, and long arguments."""
+        # a serial number behind the pickle gives what is used once a key of its own; the unpickler doesn't read that
+        # far
+        once = next(_serial).to_bytes(8, "big")
+        if self.holds_tensors:
+            function += once
+            self._function = key_of(function)
+            send_once(self.place, self._function, function, self._site)
+        else:
+            send_function(self.place, self._function, function, self._site)
+        if self._apart:
+            arguments = self._arguments + once
+            self._arguments = key_of(arguments)
+            send_once(self.place, self._arguments, arguments, self._site)
 
     def as_rank(self, mesh: c.MeshDims | None, index: int) -> None:
         """Has the function see its node as one of a mesh."""
@@ -134,9 +159,8 @@ class FunctionCall:
         """Returns the command that runs it. ``draws``: whether it may draw random numbers; ``token``: the ref of its
         whole result; ``holds``: whether it gets tensors ``Held``."""
         self._request = id
-        places = session_of(self.place).places
-        for place in places.of_node(self.place.node) if draws else ():
-            places.draw(place)  # the function may draw, and then from its node's own generators
+        if draws:  # the function may draw, and then from its node's own generators
+            session_of(self.place).places.draw_on(self.place.node)
         return self._run(id, world=world, token=token, holds=holds)
 
     def into(self, id: int, outs: tuple[int, ...]) -> c.Run:
@@ -145,13 +169,20 @@ class FunctionCall:
         return self._run(id, outs=outs, beside=False)
 
     def _run(self, id: int, **more: Any) -> c.Run:
+        place, keep, (mesh, index) = self.place, not self.holds_tensors, self._rank
         # simulated devices are one memory, so the node can't tell which of them a result is on: take an argument's
-        simulated = self.place.hello.simulated
-        named = [p for t in self._keep.tensors for p in t._place.members if p.node == self.place.node]
-        self._beside = next(iter(named if simulated else ()), self.place)
-        keep, (mesh, index) = not self.holds_tensors, self._rank
-        more |= {"mesh": mesh, "index": index, "items": bool(self.items), "nodes": world_size(self.place.session.nodes)}
-        return c.Run(id, self._function, self._arguments, keep, self._what, self._keep.refs, **more)
+        if place.hello.simulated:
+            named = (p for t in self._keep.tensors for p in t._place.members if p.node == place.node)
+            self._beside = next(named, place)
+        return c.Run(
+            id, self._function, self._arguments, keep, self._what, self._keep.refs, mesh=mesh, index=index,
+            items=self.items > 0, nodes=world_size(place.session.nodes), apart=self._apart, first=self._first, **more
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its command has besides a few."""
+        return len(self._arguments)
 
     def result(self, reply: c.Result) -> Any:
         """Returns the function's result, with tensors as proxies; with None for those that have refs already."""
@@ -201,9 +232,8 @@ class FunctionCall:
         return (op, site) == (self._what, self._site)
 
     def issued(self) -> None:
-        """Drops what the script keeps for it: it is queued, and its result has an owner."""
+        """Notes that it is queued, and that its result has an owner."""
         self._adopted = True
-        self._keep.clear()
 
     def end(self) -> None:
         """Ends the call, whatever happened to it, Ctrl-C included: drops what the node and the script keep for it."""

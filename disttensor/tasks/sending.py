@@ -1,6 +1,7 @@
-"""Functions and their arguments on their way to nodes: pickled, their tensors as refs, in pieces.
+"""Functions and their arguments on their way to nodes: pickled, their tensors as refs.
 
-A function that holds no tensors goes to a node once.
+A function goes in pieces, and one that holds no tensors goes to a node once. Arguments travel with the command that runs
+it; long ones go in pieces before it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from .reloaded_modules import ReloadedModules
 
 #: The most bytes of the pickled arguments of an item that may be in a chunk.
 SMALL_ITEM = 64 << 10
+#: The most bytes of arguments that travel with the command.
+SMALL_ARGUMENTS = 64 << 10
 #: What cloudpickle names the file of all code.
 _NO_FILE = "<dynamic-code>"
 
@@ -66,10 +69,9 @@ class SharedArgument(Generic[T_co]):
 class KeptAlive:
     """The tensors and results that a function and its arguments name; they have to live until it is queued."""
 
-    def __init__(self, token: DistributedTensor | None = None) -> None:
-        """``token``: of what the function belongs to (an actor): its arguments are copies then, as of now, but for the
-        token."""
-        self.token = token
+    def __init__(self, copies: bool = False) -> None:
+        """``copies``: the arguments are copies, as of now, as those of an actor."""
+        self.copies = copies
         self.tensors: list[DistributedTensor] = []
         self.results: dict[int, NodeResult[Any]] = {}  #: by ref
         self.classes: set[type] = set()  #: of users' objects among them that may come back
@@ -83,12 +85,12 @@ class KeptAlive:
         ref = work.on_node(place)
         if ref:
             self.results[ref] = work
-        return (ref if self.token is None else -ref) or None
+        return (-ref if self.copies else ref) or None
 
     def copy(self, value: Any, tensor: DistributedTensor, place: NodePlace) -> DistributedTensor:
         """Returns a copy of a tensor that is on the node already, if it is to be one: of one that comes twice the same
         copy."""
-        if self.token is None or value is self.token:
+        if not self.copies:
             return tensor
         if id(value) not in self._copies:
             mine = next(member for member in tensor._place.members if member.node == place.node)
@@ -103,7 +105,6 @@ class KeptAlive:
         self.tensors.clear()
         self.results.clear()
         self._copies.clear()
-        self.token = None
 
 
 class SentFunctions:
@@ -111,7 +112,7 @@ class SentFunctions:
 
     def __init__(self) -> None:
         self.known: set[tuple[int, bytes]] = set()  #: (node, key)
-        self.lock = threading.RLock()  #: held while the pieces of a function are queued, one after another
+        self.lock = threading.RLock()  #: held while the pieces of a function are queued, which has one key for all
 
     def returned(self, rank: int) -> None:
         """Forgets what a node had, in whose place another worker is."""
@@ -130,10 +131,11 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
-def pickled_function(fn: Any, place: NodePlace, keep: KeptAlive, what: str) -> tuple[bytes, bytes]:
+def pickled_function(
+    fn: Any, session: Session, place: NodePlace, keep: KeptAlive, what: str
+) -> tuple[bytes, bytes]:
     """Returns the pickle of a function, and its key; ``keep`` gets what is behind refs in it, and the classes of
     arguments within it. It is pickled once while all that it refers to is the same. Raises as ``pickled``."""
-    session = session_of(place)
     modules, pickles = _modules(session), session.part(KeptPickles)
     as_imported, by_value = not modules.stale(), cloudpickle.list_registry_pickle_by_value()
     if as_imported and (kept := pickles.find(fn, by_value)) is not None:
@@ -152,17 +154,11 @@ def pickled_function(fn: Any, place: NodePlace, keep: KeptAlive, what: str) -> t
 
 
 def pickled_arguments(args: tuple[Any, ...], kwargs: Any, place: NodePlace, keep: KeptAlive, what: str) -> bytes:
-    """Pickles arguments as ``pickled`` does; those of plain data, and a token, by Python's own pickler, which makes the
-    same of them."""
-    token = keep.token if args and args[0] is keep.token else None
-    if not (is_plain(kwargs) and (is_plain(args) if token is None else all(map(is_plain, args[1:])))):
-        return pickled((args, kwargs), place, keep, what)
-    if token is None:
+    """Pickles arguments as ``pickled`` does; those of plain data by Python's own pickler, which makes the same of
+    them."""
+    if is_plain(args) and is_plain(kwargs):
         return _within_limit(cloudpickle.pickle.dumps((args, kwargs), cloudpickle.DEFAULT_PROTOCOL))
-    buffer = io.BytesIO()
-    _WithToken(buffer, token).dump((args, kwargs))
-    keep.tensors.append(token)
-    return _within_limit(buffer.getvalue())
+    return pickled((args, kwargs), place, keep, what)
 
 
 def pickled_item(args: tuple[Any, ...]) -> bytes:
@@ -308,17 +304,6 @@ class _Alone(_Noting):
             raise TypeError(f"a {type(value).__name__} is on a node; give it to the workers as an argument")
 
 
-class _WithToken(cloudpickle.pickle.Pickler):  # type: ignore[misc]
-    """A pickler of plain data and a token, which goes as its ref."""
-
-    def __init__(self, file: io.BytesIO, token: DistributedTensor) -> None:
-        super().__init__(file, cloudpickle.DEFAULT_PROTOCOL)
-        self._token = token
-
-    def persistent_id(self, value: Any) -> int | None:
-        return self._token._h.ref if value is self._token else None
-
-
 class _Pickler(_Noting):
     def __init__(self, file: io.BytesIO, place: NodePlace, keep: KeptAlive, modules: ReloadedModules) -> None:
         super().__init__(file, modules)
@@ -330,7 +315,7 @@ class _Pickler(_Noting):
         if is_announcable(kind):
             self._keep.classes.add(kind)
         if isinstance(value, SharedArgument):
-            return value.reduce_for(self._place, self._keep.token is not None)
+            return value.reduce_for(self._place, self._keep.copies)
         if isinstance(value, Work):  # of another node, or a copy to the script: as what it gives
             return itemgetter(0), ((value.result(),),)
         return super().reducer_override(value)
@@ -354,22 +339,17 @@ class _Pickler(_Noting):
 
 
 @uninterrupted
-def send(
-    place: NodePlace,
-    sent: set[tuple[int, bytes]] | None,
-    function: tuple[bytes, bytes],
-    arguments: tuple[bytes, bytes],
-    site: Any,
-) -> None:
-    """Queues (key, data) of a function, unless it was ``sent``, and of its arguments, with no other pieces between."""
-    with session_of(place).part(SentFunctions).lock:
-        if sent is None or (place.node, function[0]) not in sent:
-            _pieces(place, *function, site)
-            if sent is not None:
-                sent.add((place.node, function[0]))
-        _pieces(place, *arguments, site)
+def send_function(place: NodePlace, key: bytes, data: bytes, site: Any) -> None:
+    """Queues a function, unless the node has it."""
+    held = session_of(place).part(SentFunctions)
+    with held.lock:
+        if (place.node, key) not in held.known:
+            send_once(place, key, data, site)
+            held.known.add((place.node, key))
 
 
-def _pieces(place: NodePlace, key: bytes, data: bytes, site: Any) -> None:
+@uninterrupted
+def send_once(place: NodePlace, key: bytes, data: bytes, site: Any) -> None:
+    """Queues a function or arguments whose key no others have."""
     for piece, last in pieces(data):
         place.outbox.add(c.Piece(key, piece, last), site)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, overload
 
 from ..dispatch.call_site import here
@@ -120,20 +121,19 @@ def submit(  # type: ignore[misc]  # of a function that takes a ``node``, this o
     waits("a function")
     if node is None and nodes is None and not distributed:
         node = "any" if (chosen := chosen_node()) is None else chosen
-    several, as_ranks, given = place_of_call("submit", session, node, nodes, distributed)
-    places = given.places if isinstance(given, Targets) else [given]
-    if isinstance(given, Targets):
-        check_each(given, args, kwargs)
-    calls, what = [], f"{name_of(fn)}()"
+    _, as_ranks, given = place_of_call("submit", session, node, nodes, distributed)
+    calls, what = list[FunctionCall](), f"{name_of(fn)}()"
     try:
-        for i, place in enumerate(places):
-            mine = [x.values[i] if isinstance(x, Each) and several else x for x in args]
-            named = {name: x.values[i] if isinstance(x, Each) and several else x for name, x in kwargs.items()}
+        if not isinstance(given, Targets):
+            calls.append(FunctionCall(session, given, fn, args, kwargs, site, what=what))
+            return issue(session, calls, what, site, beside=beside)
+        check_each(given, args, kwargs)
+        for i, place in enumerate(given.places):
+            mine = [x.values[i] if isinstance(x, Each) else x for x in args]
+            named = {name: x.values[i] if isinstance(x, Each) else x for name, x in kwargs.items()}
             calls.append(FunctionCall(session, place, fn, mine, named, site, what=what))
-            if isinstance(given, Targets):
-                calls[-1].as_rank(given.mesh, i)
-        targets = given if isinstance(given, Targets) else None
-        return issue(session, calls, what, site, targets=targets, as_ranks=as_ranks, beside=beside)
+            calls[-1].as_rank(given.mesh, i)
+        return issue(session, calls, what, site, targets=given, as_ranks=as_ranks, beside=beside)
     except NodeLost as error:
         if isinstance(given, Targets):
             given.located(error, error.rank)
@@ -205,7 +205,7 @@ def issue(
     with contextlib.ExitStack() as turn:
         if as_ranks and targets is not None:
             work.world = turn.enter_context(worlds_of(session).turn(session, targets, site))
-        commands: list[tuple[int, c.Command, Site | None]] = []
+        commands: list[c.Command] = []
         for i, (call, part) in enumerate(zip(calls, work.parts, strict=True)):
             if beside:
                 lanes.append(Stream(call.place.device))
@@ -215,8 +215,12 @@ def issue(
                     done.wait(lanes[i])
             part.expect_result(session)
             run = call.command(part.request.id, work.world, draws=not lanes, token=part.token.ref)
-            commands.append((call.place.node, c.On(lanes[i].stream_id, run) if lanes else run, site))
-        session.link.sender.together(commands)
+            commands.append(c.On(lanes[i].stream_id, run) if lanes else run)
+        if targets is None:
+            session.link.sender.begin(calls[0].place.node, commands[0], site, calls[0].nbytes)
+        else:
+            nodes = [call.place.node for call in calls]
+            session.link.sender.together([*zip(nodes, commands, repeat(site))])
         for call in calls:
             call.issued()
     return work
@@ -227,9 +231,8 @@ class _Part:
 
     request: CallbackRequest
 
-    def __init__(self, call: FunctionCall) -> None:
-        self.call = call
-        self.ended = Ticket()
+    def __init__(self, call: FunctionCall, ended: Ticket) -> None:
+        self.call, self.ended = call, ended
         self.token = Owned(call.place)  #: of its whole result
 
     def expect_result(self, session: Session) -> None:
@@ -284,12 +287,16 @@ class Submitted(NodeResult[T_co]):
     def __init__(self, session: Session, calls: Sequence[FunctionCall], what: str, targets: Targets | None) -> None:
         """``targets``: the several nodes; the result is a list then."""
         self._session, self._targets = session, targets
-        self.parts = [_Part(call) for call in calls]
         self.world: c.World | None = None
         self._node = calls[0].place.node
-        self._text = f"{what} on node{'s' if targets else ''} {', '.join(str(call.place.node) for call in calls)}"
-        self._transfer = self._ended = Listened(session, self._node)
-        when_all([part.ended for part in self.parts], self._ended.finish)
+        self._transfer = self._ended = ended = Listened(session, self._node)
+        if targets is None:
+            self.parts = [_Part(calls[0], ended)]
+            self._text = f"{what} on node {self._node}"
+        else:
+            self.parts = [_Part(call, Ticket()) for call in calls]
+            self._text = f"{what} on nodes {', '.join(str(call.place.node) for call in calls)}"
+            when_all([part.ended for part in self.parts], ended.finish)
         self._lock = threading.RLock()
         self._outcome: tuple[bool, Any] | None = None
 
@@ -313,7 +320,7 @@ class Submitted(NodeResult[T_co]):
         """Cancels it for a caller that asks for no result: an error with which it ends meanwhile is raised nowhere."""
         self.cancel()
         for part in self.parts:
-            part.ended.add_done_callback(partial(part.unheard, self._session))
+            self._ended.call_at_end(partial(part.unheard, self._session))
 
     def cancelled(self) -> bool:
         """Returns whether it has ended by CancelledError. Does not wait for it."""

@@ -6,6 +6,7 @@ at_limit(queue)     an issuing thread has come to the queue's limit: it opens, f
 flush(queue)        sends a queue, and waits while a window is full
 flush_all()         sends all queues: before the script waits for anything
 exchange(request)   sends all, a question last, and waits for the answer
+begin(rank, ...)    queues a command for which nobody waits yet, and sends it if its node may have nothing else to do
 together(commands)  queues commands of several nodes, and sends all of them in one step
 """
 
@@ -33,6 +34,9 @@ from .waiting import Waiting
 #: those of a queue that are packed between two looks at its window.
 WAITING = 2 * MAX_BATCH
 LOOK = MAX_BATCH // 2
+#: So many commands that a node may not have done yet keep it busy while others are gathered: what begins a function
+#: leaves by itself below that.
+BUSY = 8
 #: Seconds for which an operation waits at a full window before it logs that.
 SLOW = 5.0
 
@@ -167,6 +171,17 @@ class Sender:
             self._state.wake.set()
         if self._losses.unexplained:
             self._losses.explain()
+
+    def begin(self, rank: int, command: c.Command, site: Site | None, nbytes: int) -> None:
+        """Queues a command with so many bytes of data, which begins something for which nobody waits yet. It leaves at
+        once where its node may have nothing else to do, else with those that follow, or soon (idle.py).
+
+        Blocks and raises as ``flush``.
+        """
+        queue = self._nodes[rank].outbox
+        due = queue.add_data(command, site, nbytes)
+        if queue.over or due or queue.sent - queue.done < BUSY:
+            self.flush(queue)
 
     #: Invariant 5: a Send and its Recv leave in one flush, under the lock.
     def together(self, commands: Sequence[tuple[int, c.Command, Site | None]], hurry: bool = True) -> None:

@@ -139,7 +139,7 @@ def number(key: Key, number: int) -> None:
         actor.number_is(number)
 
 
-def call(token: torch.Tensor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call(token: torch.Tensor, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of an actor."""
     return call_of(behind(token), method, args, kwargs)
 

@@ -30,7 +30,9 @@ LONGEST = 0.008
 SLOW = 0.005
 #: Seconds between two looks for such an item.
 LOOK = 0.005
-#: Seconds without a chunk after which the watch's thread ends.
+#: Seconds after which a reply leaves that waits for those of functions behind its own.
+LATE = 0.002
+#: Seconds without a chunk, and without such a reply, after which the watch's thread ends.
 IDLE = 0.1
 #: The most bytes of results that a chunk collects.
 MOST = 256 << 10
@@ -98,24 +100,32 @@ def _emptied(queue: deque[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 
 class ChunkWatch:
-    """Looks whether an item of a chunk takes long, in a thread that is there while there are chunks."""
+    """Looks whether an item of a chunk takes long, or a function for which a reply waits, in a thread that is there
+    while there are chunks and such replies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunks: set[Chunk] = set()
         self._thread: threading.Thread | None = None
         self.told: Callable[[], None] = lambda: None  #: is called when something is to be sent
+        self.held = 0.0  #: since when the oldest reply waits; 0: none does. Whoever sends replies sets it to that
+
+    def hold(self) -> bool:
+        """Notes that a reply waits for others. Returns False where it is not to: the oldest one has waited long, or no
+        thread would see to it."""
+        now = time.monotonic()
+        if not self.held:
+            with self._lock:
+                self.held = now
+                self._begin()
+        return now - self.held < LATE and self._thread is not None
 
     @contextmanager
     def over(self, chunk: Chunk) -> Iterator[None]:
         """Watches a chunk, and ends it."""
         with self._lock:
             self._chunks.add(chunk)
-            if self._thread is None:
-                with suppress(RuntimeError):  # the system has none: a slow item delays others
-                    thread = threading.Thread(target=self._run, name="disttensor-chunks", daemon=True)
-                    thread.start()
-                    self._thread = thread
+            self._begin()
         try:
             yield
         finally:
@@ -123,17 +133,26 @@ class ChunkWatch:
                 self._chunks.discard(chunk)
             chunk.end()
 
+    def _begin(self) -> None:
+        """Starts the thread, if there is none. The caller holds the lock."""
+        if self._thread is None:
+            with suppress(RuntimeError):  # the system has none: what is slow delays others
+                thread = threading.Thread(target=self._run, name="disttensor-chunks", daemon=True)
+                thread.start()
+                self._thread = thread
+
     def _run(self) -> None:
         until = time.monotonic() + IDLE
         while True:
-            time.sleep(LOOK)
+            time.sleep(LATE if self.held else LOOK)
             now = time.monotonic()
             with self._lock:
-                chunks = list(self._chunks)
-                if not chunks and now >= until:
+                chunks, held = list(self._chunks), self.held
+                if not chunks and not held and now >= until:
                     self._thread = None
                     return
-            if chunks:
+            if chunks or held:
                 until = now + IDLE
-            if any([chunk.look(now) for chunk in chunks]):
+            late = 0.0 < held < now - LATE
+            if any([chunk.look(now) for chunk in chunks]) or late:
                 self.told()

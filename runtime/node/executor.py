@@ -53,6 +53,7 @@ class CommandExecutor(NodeState):
         """Takes the arguments of NodeState. ``first``: the number of the first command."""
         super().__init__(rank, emit, channels, allow, functions, simulate_cuda, progress, seam)
         self.seq = first
+        self._end = first  #: the number after the last command of the batch that is being applied
         self.stopped = False
         self.events = Events(self)
         self.graphs = NodeGraphs(self, self.one, self.failed)
@@ -71,6 +72,7 @@ class CommandExecutor(NodeState):
         if self._beside:
             self._schedule(batch.commands, batch.first)
             return
+        end = self._end = batch.first + len(batch.commands)
         templates, call, store = self.templates, c.Call, self.store
         for seq, command in enumerate(batch.commands, batch.first):
             try:
@@ -89,7 +91,7 @@ class CommandExecutor(NodeState):
             except Exception as e:
                 self.seq = seq
                 self.failed(command, e)
-        self.seq = batch.first + len(batch.commands)
+        self.seq = end
         if store.sending:
             store.wait_for_sends([])  # drops references to tensors whose bytes have left: they may have been freed
 
@@ -104,6 +106,7 @@ class CommandExecutor(NodeState):
         if self._beside:
             self._schedule(_timed(batch.commands, note, now), batch.first)
             return
+        end = self._end = batch.first + len(batch.commands)
         for seq, command in enumerate(batch.commands, batch.first):
             note(now())
             try:
@@ -124,7 +127,7 @@ class CommandExecutor(NodeState):
                 self.seq = seq
                 self.failed(command, e)
         note(now())
-        self.seq = batch.first + len(batch.commands)
+        self.seq = end
         if store.sending:
             store.wait_for_sends([])
 
@@ -342,8 +345,8 @@ class CommandExecutor(NodeState):
             run = partial(seam.notify_end_of, seam.function, FunctionDone, run, "", number, *named)
         with page.mine.function(number), warned.telling(self.emit, number):
             done = run()
-        refs = TRAITS[c.Run].makes(command, None)
-        self.store.entries.update(zip(refs, self.finish_run(command, *done), strict=True))
+        refs, more = TRAITS[c.Run].makes(command, None), self.seq + 1 < self._end
+        self.store.entries.update(zip(refs, self.finish_run(command, more, *done), strict=True))
 
     # ---- transfers and poison --------------------------------------------------------------------------------------
 

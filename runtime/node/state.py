@@ -49,6 +49,8 @@ from .user_functions import Functions, Outcome
 SHOWN = 64
 #: So many failures in a row for want of memory say what the node holds; a row ends with so many seconds without one.
 TOLD, STREAK = 16, 0.1
+#: The most bytes of a result that waits for those of the functions behind it.
+BRIEF_RESULT = 1024
 #: The device that torch's error names, whichever one is current.
 _GPU = re.compile(r"\bGPU (\d+)")
 
@@ -85,6 +87,8 @@ class NodeState:
         self.seam = NodeSeam(rank) if seam is None else seam
         self.store = Store()
         self.emit = emit
+        #: takes a reply that may leave with those that follow at once
+        self.emit_with_next: Callable[[c.Reply], None] = emit
         self.progress = progress
         self.channels = channels
         self.channel = channels.data[0]  #: the session's own
@@ -232,9 +236,10 @@ class NodeState:
         return Pending(arrival, channel, peer, math.prod(shape) * dtype.itemsize, str(device), (dtype, shape))
 
     def finish_run(
-        self, command: c.Run, data: bytes, tensors: list[torch.Tensor], classes: Collection[type] = ()
+        self, command: c.Run, more: bool, data: bytes, tensors: list[torch.Tensor], classes: Collection[type] = ()
     ) -> list[Any]:
-        """Answers a Run with its function's result. Returns what the command has refs for: tensors, and the whole."""
+        """Answers a Run with its function's result. Returns what the command has refs for: tensors, and the whole.
+        ``more``: whether this thread does something else at once, whose answers the result may wait for."""
         if command.outs and len(tensors) != len(command.outs):
             raise ProtocolError(f"{command.what} returned {len(tensors)} tensors, and not {len(command.outs)}")
         for tensor in tensors:
@@ -248,7 +253,8 @@ class NodeState:
             made.append(whole)
         elif tensors and not command.outs:
             self.results[command.request] = tensors
-        self.emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
+        emit = self.emit_with_next if more and len(data) <= BRIEF_RESULT else self.emit
+        emit(c.Result(command.request, data, geometries, self.functions.kept(command)))
         return made
 
     def returned(self) -> Iterator[torch.Tensor]:

@@ -102,7 +102,9 @@ class Functions:
         where no functions are run.
         """
         # both are taken whatever happens: nobody else would take them
-        code, arguments = self._whole.pop(command.function, b""), self._whole.pop(command.arguments, b"")
+        code, arguments = self._whole.pop(command.function, b""), command.arguments
+        if command.apart:
+            arguments = self._whole.pop(arguments, b"")
         if self._allowed == "none":
             raise DisttensorError("this node runs no user functions (functions='none')")
         function = _Function(code) if code else self._kept.get(command.function)
@@ -112,7 +114,7 @@ class Functions:
             while len(self._kept) >= MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[command.function] = function
-        run = partial(_run, function, arguments, command.beside, command.what)
+        run = partial(_run, function, arguments, command)
         job: Job = partial(self._run_items if command.items else self._run, command, run)
         if command.world is None:
             return job
@@ -185,11 +187,11 @@ class _Function:
 
 
 def _run(
-    function: _Function, arguments: bytes, beside: bool, what: str, tensor: Tensors, chunk: Chunk | None = None
+    function: _Function, arguments: bytes, command: c.Run, tensor: Tensors, chunk: Chunk | None = None
 ) -> Returned:
     if chunk is not None:
-        return guarded(what, partial(_result_of_last, function, arguments, beside, tensor, chunk))
-    return guarded(what, partial(_result_of, function, arguments, beside, tensor))
+        return guarded(command.what, partial(_result_of_last, function, arguments, command.beside, tensor, chunk))
+    return guarded(command.what, partial(_result_of, function, arguments, command, tensor))
 
 
 def guarded(what: str, job: Callable[[], _T]) -> _T:
@@ -226,16 +228,18 @@ def _result_of_item(call: Callable[..., Any], beside: bool, tensor: Tensors, ite
     return values.encode(call(*args, **kwargs), tensors, beside=beside, classes=classes), tensors, classes
 
 
-def _result_of(function: _Function, arguments: bytes, beside: bool, tensor: Tensors) -> Returned:
+def _result_of(function: _Function, arguments: bytes, command: c.Run, tensor: Tensors) -> Returned:
     """Calls a function. Users' code is run where it is unpickled and its result is encoded, too, and may raise
     anything."""
     call = function.get(tensor)
     args, kwargs = _loads_from_master(arguments, tensor)
+    if command.first:
+        args = (tensor(command.first), *args)
     tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         result = call(*args, **kwargs)
     classes: set[type] = set()
-    data = values.encode(result, tensors, beside=beside, classes=classes)
+    data = values.encode(result, tensors, beside=command.beside, classes=classes)
     if getattr(call, "keeps_state", False):
         del result  # or it would hold all of them
         tensors = [tensor.clone() if shared(tensor) else tensor for tensor in tensors]

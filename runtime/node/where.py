@@ -38,7 +38,7 @@ def set_place(node: int, device: str) -> None:
 def at(where: Where) -> Iterator[None]:
     """Has functions that are called in this thread be at a place."""
     before, _now.where = _now.where, where
-    if _own:  # threads of functions know that much
+    if _own and _own[0].world_size != where.world_size:  # threads of functions know that much
         _own[:] = [replace(_own[0], world_size=where.world_size)]
     try:
         yield

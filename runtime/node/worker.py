@@ -102,6 +102,8 @@ class NodeWorker:
             self.seam,
             bundle.first,
         )
+        self.executor.emit_with_next = self._hold
+        self._watch = self.executor.functions.watch  #: has what is held leave in time
         self.breakpoints = Breakpoints(bundle.rank, self._say_at_once, self.executor.functions.interruption)
 
     def __repr__(self) -> str:
@@ -150,7 +152,7 @@ class NodeWorker:
                 ended = mine.rest() if done == executor.seq else self._begin_streams(mine, done)
                 record(slot(), began, batch.first, size, ended - began, executor.seq - batch.first & COUNT, COMMANDS)
                 self._unacknowledged += size
-                if self._replies or self._due:
+                if self._replies or done - self._told >= ACK_EVERY or self._unacknowledged >= ACK_BYTES:
                     self._flush()
                 if executor.received:
                     ahead.look()
@@ -198,6 +200,13 @@ class NodeWorker:
             with self._telling:
                 self._replies.append(reply)
 
+    def _hold(self, reply: c.Reply) -> None:
+        """Has a reply leave with those that follow: at the end of the batch, or soon."""
+        with self._telling:
+            self._replies.append(reply)
+            if not self._watch.hold():
+                self._flush()
+
     def _say_at_once(self, reply: c.Reply) -> None:
         """Sends a reply from the middle of a function."""
         self._emit(reply)
@@ -236,6 +245,7 @@ class NodeWorker:
         executor = self.executor
         done = executor.done  # read first: a command that fails from here on is not counted as done
         replies, self._replies = self._replies, []
+        self._watch.held = 0.0
         if not replies and done == self._told:
             return  # another thread was faster
         self._told = done

@@ -108,7 +108,7 @@ class Download(Message, frozen=True, tag=80):
 
 
 class Piece(Message, frozen=True, tag=17):
-    """A piece of a pickled function or of its arguments, collected under ``key``."""
+    """A piece of a pickled function, or of long arguments, collected under ``key``."""
 
     key: bytes
     data: bytes
@@ -143,11 +143,11 @@ class World(Message, frozen=True):
 
 
 class Run(Message, frozen=True, tag=18):
-    """Runs a user's function: ``function`` and ``arguments`` name collected pieces; answers with Result."""
+    """Runs a user's function, whose collected pieces ``function`` names; answers with Result."""
 
     request: int
     function: bytes
-    arguments: bytes
+    arguments: bytes  #: pickled; of long ones (``apart``) the key of their pieces
     keep: bool  #: the function will be run again (it holds no tensors)
     what: str  #: the function in words, for errors
     refs: tuple[int, ...] = ()  #: refs of the tensors that the function and its arguments name
@@ -162,6 +162,8 @@ class Run(Message, frozen=True, tag=18):
     #: the arguments are a list of pickles, one for each item of a chunk: the function is called for one after the
     #: other. What answers it is for the last one that has begun; Mapped says what has become of the rest
     items: bool = False
+    apart: bool = False  #: the arguments have come in pieces
+    first: int = 0  #: the ref of a tensor that comes before the arguments; 0: none
 
 
 class Adopt(Message, frozen=True, tag=19):

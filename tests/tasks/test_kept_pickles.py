@@ -57,7 +57,7 @@ def found(fn: Any) -> bool:
 def sent(fn: Any) -> bytes:
     """Returns the pickle of a function as it goes to the node."""
     place = current.session().places.at(0).one
-    return sending.pickled_function(fn, place, sending.KeptAlive(), "it")[0]
+    return sending.pickled_function(fn, place.session, place, sending.KeptAlive(), "it")[0]
 
 
 def anew(fn: Any) -> bytes:

@@ -264,13 +264,14 @@ class Scheduler(Lanes):
         def run(values: Values) -> Results:
             if command.holds:
                 try:
-                    return node.finish_run(command, *done(held.__getitem__))
+                    return node.finish_run(command, len(lane.order) > 1, *done(held.__getitem__))
                 finally:
                     held.release_unread()
             touched = {memory(tensor) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
             for entry, transfer in sends:  # the function may write their memory, and what it has kept of earlier calls
                 release(entry, transfer, None if isinstance(entry, Reading) and not command.outs else touched)
-            return node.finish_run(command, *done(lambda ref: self.store.lent(ref, values[ref])))
+            returned = done(lambda ref: self.store.lent(ref, values[ref]))
+            return node.finish_run(command, len(lane.order) > 1, *returned)
 
         answer = self._answers(command.request)
 

@@ -17,6 +17,12 @@ from .announced import Announced, Unannounced
 from .plain_types import UNPACK
 
 
+#: The first bytes of a value that has no parts; and those that follow in one that is a number, text, bytes or None.
+_NO_PARTS = bytes(4)
+_ALONE = frozenset((*range(0x80), *range(0xA0, 0xC1), 0xC2, 0xC3, 0xC4, 0xCB, *range(0xCC, 0xD4), 0xD9, *range(0xE0, 0x100)))
+_alone = msgspec.msgpack.Decoder[Any]()
+
+
 def decode(
     data: bytes,
     tensors: Sequence[Any],
@@ -34,6 +40,11 @@ def decode(
 
     Raises ProtocolError; Unannounced, a TypeError, for an object of another class; what ``.cpu()`` raises.
     """
+    if not tensors and 4 < len(data) < 256 and data[:4] == _NO_PARTS and data[4] in _ALONE:  # most results
+        try:
+            return _alone.decode(data[4:])
+        except UNDECODABLE as e:
+            raise ProtocolError(f"a value of {len(data)} bytes can't be read: {e}") from None
     announced = classes if isinstance(classes, Announced) else Announced(classes)
     places, body = _head(data)
     brought = _brought(tensors, places)
