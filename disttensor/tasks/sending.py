@@ -1,7 +1,7 @@
 """Functions and their arguments on their way to nodes: pickled, their tensors as refs.
 
-A function goes in pieces, and one that holds no tensors goes to a node once. Arguments travel with the command that runs
-it; long ones go in pieces before it.
+A function goes in pieces, and one that holds no tensors goes to a node once. Arguments travel with the command that
+runs it; long ones go in pieces before it.
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ def known_functions(session: Session) -> set[tuple[int, bytes]]:
     return known
 
 
-def pickled_function(
-    fn: Any, session: Session, place: NodePlace, keep: KeptAlive, what: str
-) -> tuple[bytes, bytes]:
+def pickled_function(fn: Any, session: Session, place: NodePlace, keep: KeptAlive, what: str) -> tuple[bytes, bytes]:
     """Returns the pickle of a function, and its key; ``keep`` gets what is behind refs in it, and the classes of
     arguments within it. It is pickled once while all that it refers to is the same. Raises as ``pickled``."""
     modules, pickles = _modules(session), session.part(KeptPickles)

@@ -154,7 +154,7 @@ firsts = st.builds(
 keeps = st.builds(c.Keep, SMALL, DEVICES, st.booleans())
 randoms = st.builds(c.Random, st.just(0), DEVICES, st.sampled_from([b"", b"x", bytes(5056)]))
 runs = st.builds(
-    c.Run, st.just(0), PICKLE.map(key_of), PICKLE.map(key_of), st.booleans(), TEXT,
+    c.Run, st.just(0), PICKLE.map(key_of), st.one_of(PICKLE, PICKLE.map(key_of)), st.booleans(), TEXT,
     st.lists(REFS, max_size=2).map(tuple),
     st.one_of(st.none(), st.builds(
         c.World, INTS, ranks((0, 1), (0, 1), (0,), (), (1, 2), (0, 0)), CHANNELS, TEXT,
@@ -163,7 +163,7 @@ runs = st.builds(
             st.sampled_from([(2,), (1, 2), (2, 1), (2**62, 4), (0, -1), ()]), st.sampled_from(["cpu", "cuda", ""]),
         )),
     )),
-    items=st.booleans(),
+    items=st.booleans(), apart=st.booleans(), first=st.one_of(st.just(0), REFS),
 )  # fmt: skip
 records = st.builds(c.Record, SMALL, DEVICES, st.booleans())
 replays = st.builds(

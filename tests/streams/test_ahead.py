@@ -74,13 +74,12 @@ def test_bytes_come_while_the_node_is_busy(last: int) -> None:
     sources = (channel, channel if last == MASTER else other)
     begun.clear()
     release.clear()
-    functions = [cloudpickle.dumps(hold), cloudpickle.dumps(((), {}))]
-    keys = [key_of(f) for f in functions]
-    pieces = [c.Piece(k, f, True) for k, f in zip(keys, functions, strict=True)]
+    code = cloudpickle.dumps(hold)
+    run = c.Run(1, key_of(code), cloudpickle.dumps(((), {})), False, "a line")
     script = Script(
         batches(
             (c.Peer(MASTER, c.Addresses(channel.address()), key), receive(1)),
-            (*pieces, c.Run(1, *keys, False, "a line")),
+            (c.Piece(key_of(code), code, True), run),
             (c.Peer(last, c.Addresses(sources[1].address()), key), receive(2, peer=last)),
             (c.StopNode(),),
         )

@@ -377,6 +377,19 @@ def test_a_shape_that_does_not_fit_is_told_at_the_call(session: None) -> None:
     assert actor.add(1.0).result() == [0.0, 1.0]
 
 
+def test_a_method_that_its_class_gets_later_is_the_one_that_is_called(
+    session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = dt.actor(Ledger, 0.0, node=1)
+    assert actor.double(3).result() == 6
+    monkeypatch.setattr(Ledger, "double", lambda self, x, y: x + y)
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        actor.double(3)
+    monkeypatch.delattr(Ledger, "double")
+    with pytest.raises(AttributeError, match="no method 'double'"):
+        actor.double(3)
+
+
 def test_mistakes_are_told_at_the_line(session: None) -> None:
     actor = dt.actor(Ledger, 0.0, node=1)
     with pytest.raises(AttributeError, match="Ledger has no method 'ad'; did you mean 'add'"):

@@ -136,6 +136,17 @@ def test_a_download_is_one_message(elements: int, command: str, reports: int) ->
     assert torch.equal(local, torch.ones(elements))
 
 
+@pytest.mark.parametrize(("size", "commands"), [(1, ["Run"]), (60_000, ["Run"]), (70_000, ["Piece", "Run"])])
+def test_a_function_is_one_command(size: int, commands: list[str], x: torch.Tensor) -> None:
+    """Its arguments travel with it, up to 64 KiB."""
+    dt.submit(len, bytes(size), node=1).result()
+    dt.synchronize()
+    with testing.MessageLog() as log:
+        assert dt.submit(len, bytes(size), node=1).result() == size
+    assert log[1].commands == commands
+    assert log.reports == 1
+
+
 @pytest.mark.parametrize(("elements", "command"), [(3, "Upload"), (1 << 14, "Upload"), (1 + (1 << 14), "Recv")])
 def test_an_upload_is_one_command(elements: int, command: str, x: torch.Tensor) -> None:
     """Up to 64 KiB come with it."""

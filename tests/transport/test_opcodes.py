@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import select
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import HANG
 from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
@@ -100,7 +102,7 @@ SENT: dict[str, tuple[Callable[[Operands], torch.Tensor], int]] = {
 #: Those that a listener to what is sent adds to one for a node, without its own.
 HEARD = 88
 #: The opcodes of a node's thread for a message with one operation, once it has taken it.
-MESSAGE = 266 + APPLIED_RECORD
+MESSAGE = 257 + APPLIED_RECORD
 #: Those of a replay on its node besides the program's own, however many inputs and results it has.
 REPLAY = 163
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
@@ -124,6 +126,14 @@ QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
 }
 #: Those of `.item()` of a mesh for each further node: its message, its reply, and the look whether all say the same.
 FURTHER_NODE = 649
+
+
+#: Functions of the user's that are called on a node, and the opcodes of the script's thread for each call, to the queue
+#: of a node that is busy, and for a look at the result, once it is there.
+CALLS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
+    "submit": (lambda _: dt.submit(add, 1, 2, node=0), 1987, 326),
+    "an actor's method": (lambda actor: actor.add(1), 1857, 334),
+}
 
 
 @pytest.fixture
@@ -225,6 +235,45 @@ def item_of_a_mesh(nodes: int) -> int:
                     patch.undo()
                 counts.append(counter.count)
     return min(counts[WARM:])
+
+
+GATE = threading.Event()
+
+
+def pass_gate() -> None:
+    assert GATE.wait(HANG)
+
+
+def add(x: int, y: int) -> int:
+    return x + y
+
+
+class Sum:
+    def __init__(self) -> None:
+        self.sum = 0
+
+    def add(self, x: int) -> int:
+        self.sum += x
+        return self.sum
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call(name: str, operands: Operands) -> None:
+    """The least of many: the function's pickle is kept, and a message takes several calls."""
+    call, expected, looked = CALLS[name]
+    actor, works, calls = dt.actor(Sum, node=0), list[Any](), list[int]()
+    GATE.clear()
+    busy = dt.submit(pass_gate, node=0)
+    try:
+        for _ in range(WARM + TIMES):
+            calls.append(opcodes(lambda: works.append(call(actor))))
+    finally:
+        GATE.set()
+    busy.result()
+    assert works[-1].result() == (3 if name == "submit" else WARM + TIMES)
+    looks = [opcodes(work.result) for work in works[:-1]]
+    assert (min(calls[WARM:]), min(looks)) == (expected, looked)
+    assert operands
 
 
 @pytest.mark.parametrize("place", SENT)

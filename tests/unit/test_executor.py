@@ -392,14 +392,23 @@ def test_forget(ready: Node) -> None:
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def run(node: Node, function: Any, *args: Any, request: int = 3, world: c.World | None = None) -> list[c.Reply]:
+def run(
+    node: Node,
+    function: Any,
+    *args: Any,
+    request: int = 3,
+    world: c.World | None = None,
+    apart: bool = False,
+    first: int = 0,
+) -> list[c.Reply]:
     code, arguments = cloudpickle.dumps(function), cloudpickle.dumps((args, {}))
-    half = len(code) // 2
+    half, its = len(code) // 2, (c.Piece(key_of(arguments), arguments, True),)
+    given = key_of(arguments) if apart else arguments
     return node.do(
         c.Piece(key_of(code), code[:half], False),
         c.Piece(key_of(code), code[half:], True),
-        c.Piece(key_of(arguments), arguments, True),
-        c.Run(request, key_of(code), key_of(arguments), True, "here", (), world),
+        *(its if apart else ()),
+        c.Run(request, key_of(code), given, True, "here", (first,) if first else (), world, apart=apart, first=first),
     )
 
 
@@ -421,8 +430,9 @@ def test_a_process_group_that_cannot_be_fails_that_function_only(ready: Node, wo
     assert isinstance(run(ready, lambda: 1, request=5)[0], c.Result)
 
 
-def test_functions(ready: Node) -> None:
-    (reply,) = run(ready, lambda n: {"x": [torch.ones(n), (n, 1.5, None, b"b")], 2: {1j}}, 3)
+@pytest.mark.parametrize("apart", [False, True])
+def test_functions(ready: Node, apart: bool) -> None:
+    (reply,) = run(ready, lambda n: {"x": [torch.ones(n), (n, 1.5, None, b"b")], 2: {1j}}, 3, apart=apart)
     assert isinstance(reply, c.Result)
     assert reply.tensors == (c.Geometry((3,), (1,), 0, 0, "cpu"),)
     assert values.decode(reply.data, ["T"]) == {"x": ["T", (3, 1.5, None, b"b")], 2: {1j}}
@@ -433,6 +443,12 @@ def test_functions(ready: Node) -> None:
     run(ready, lambda: torch.ones(1), request=5)
     assert ready.do(c.Adopt(5, ()), c.Adopt(6, ())) == []  # of a Run that failed, perhaps
     assert "5" in ready.failed(c.Adopt(5, (41,))).message
+
+
+def test_a_tensor_comes_before_the_arguments(ready: Node) -> None:
+    (reply,) = run(ready, lambda t, n: t.tolist()[0] + [n], 7, first=2)
+    assert isinstance(reply, c.Result)
+    assert values.decode(reply.data, []) == [3, 3, 7]
 
 
 def test_an_adoption_that_fails_is_no_request(ready: Node) -> None:
@@ -459,8 +475,9 @@ def test_what_a_failed_function_was_sent_with_is_dropped(ready: Node) -> None:
 
     kept = ready.executor.functions._whole
     for function, args in ((fail, (1,)), (fail, ()), (Unloadable(), ()), (lambda x: x, (Unloadable(),))):
-        assert any(isinstance(r, c.Failed) for r in run(ready, function, *args))
-        assert not kept
+        for apart in (False, True):
+            assert any(isinstance(r, c.Failed) for r in run(ready, function, *args, apart=apart))
+            assert not kept
     run(ready, fail)  # sent again, though it is kept
     assert not kept
 

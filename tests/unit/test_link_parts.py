@@ -15,15 +15,17 @@ from spies import spy
 
 from disttensor.runtime.host.launcher import Exited, Launcher, Started
 from disttensor.runtime.master import waiting
+from disttensor.runtime.master.command_queue import MAX_DATA
 from disttensor.runtime.master.idle import IdleFlush
 from disttensor.runtime.master.link_state import LinkState
 from disttensor.runtime.master.losses import Losses
 from disttensor.runtime.master.replies import Replies
 from disttensor.runtime.master.requests import Requests
-from disttensor.runtime.master.sender import Sender
+from disttensor.runtime.master.sender import BUSY, Sender
 from disttensor.runtime.master.side_channels import SideChannels
 from disttensor.runtime.master.waiting import Waiting
 from disttensor.runtime.process.own_time import Standstill
+from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.protocol.errors import DisttensorError, ForkError, NodeLost
@@ -267,6 +269,31 @@ def test_the_sender(hub: FakeHub, state: LinkState) -> None:
     boxes[0].add(c.Sync(request.id))
     hub.say(0, c.Answer(request.id, "7"))
     assert parts.sender.exchange(boxes[0], request, SOON) == c.Answer(request.id, "7")
+
+
+def test_what_begins_a_function_leaves_at_once_unless_the_node_is_busy(hub: FakeHub, state: LinkState) -> None:
+    parts, box = Parts(state), state.nodes[0].outbox
+
+    def begin(first: int, count: int, nbytes: int = 0) -> list[int]:
+        """Begins so many; returns how many commands each message has that leaves."""
+        sent = len(hub.sent)
+        for number in range(first, first + count):
+            parts.sender.begin(0, c.Sync(number), None, nbytes)
+        return [len(codec.decode_batch(message).commands) for _, message in hub.sent[sent:]]
+
+    box.set_flush_threshold(8)  # of four commands
+    assert begin(0, BUSY) == [1] * BUSY
+    box.set_flush_threshold(8)
+    assert begin(BUSY, 6) == [4]
+    parts.sender.flush_all()
+    hub.say(0, done=BUSY)
+    parts.replies.drain()
+    assert begin(BUSY + 6, 3) == [1, 1], "six and two are under way"
+    assert begin(BUSY + 9, 1, MAX_DATA) == [2], "much data does not wait"
+    assert [command.request for command in hub.commands(0) if isinstance(command, c.Sync)] == [*range(BUSY + 10)]
+    box.lose(NodeLost(0))
+    with pytest.raises(NodeLost):
+        parts.sender.begin(0, c.Sync(99), None, 0)
 
 
 def test_a_script_that_ends_as_soon_as_it_goes_on_has_stood_still(

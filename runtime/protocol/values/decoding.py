@@ -16,10 +16,11 @@ from . import arrays, counting, form
 from .announced import Announced, Unannounced
 from .plain_types import UNPACK
 
-
 #: The first bytes of a value that has no parts; and those that follow in one that is a number, text, bytes or None.
 _NO_PARTS = bytes(4)
-_ALONE = frozenset((*range(0x80), *range(0xA0, 0xC1), 0xC2, 0xC3, 0xC4, 0xCB, *range(0xCC, 0xD4), 0xD9, *range(0xE0, 0x100)))
+_ALONE = frozenset(
+    (*range(0x80), *range(0xA0, 0xC1), 0xC2, 0xC3, 0xC4, 0xCB, *range(0xCC, 0xD4), 0xD9, *range(0xE0, 0x100))
+)
 _alone = msgspec.msgpack.Decoder[Any]()
 
 
