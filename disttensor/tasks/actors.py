@@ -206,7 +206,7 @@ class _Living:
         self._calls: deque[int] = deque()  #: the requests of its calls, of which it does the first one first
         session.part(Actors).living.add(self)
 
-    def method(self, name: str) -> _Found:
+    def find_method(self, name: str) -> _Found:
         """Returns a method of the class: what was found once, as long as that is the same. Raises AttributeError where
         the class has none of that name, or something else than a method."""
         kind, found = self.kind, self._found.get(name)
@@ -379,7 +379,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
     def __getattr__(self, name: str) -> Callable[..., ActorWork[Any]]:
         if name.startswith("__") or "_living" not in self.__dict__:
             raise AttributeError(name)
-        kind, method = self._kind, self._living.method(name).method
+        kind, method = self._kind, self._living.find_method(name).method
         bound = _Method(self._call, name)
         bound.method, bound.__doc__ = method, method.__doc__
         bound.__name__, bound.__qualname__ = name, f"{kind.__qualname__}.{name}"
@@ -403,7 +403,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> ActorWork[Any]:
         living = self._living
-        _, method, bound, is_async, what = living.method(name)
+        _, method, bound, is_async, what = living.find_method(name)
         if is_async:
             raise TypeError(f"{what} is async, and an actor's methods are not: no event loop runs on the node for it")
         _fits(what, method, args if bound else (self, *args), kwargs)
@@ -445,7 +445,7 @@ class ActorWork(Submitted[T_co]):
         part.expect_result(actor.session)
         id = part.request.id
         run = call.into(id, (made,)) if made else call.command(id, draws=False, token=part.token.ref)
-        actor.session.link.sender.begin(actor.node, c.On(stream.stream_id, run), site, call.nbytes)
+        actor.session.link.sender.issue_call(actor.node, c.On(stream.stream_id, run), site, call.nbytes)
         call.issued()
         actor.add_call(id)
 

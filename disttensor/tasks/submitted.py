@@ -217,7 +217,7 @@ def issue(
             run = call.command(part.request.id, work.world, draws=not lanes, token=part.token.ref)
             commands.append(c.On(lanes[i].stream_id, run) if lanes else run)
         if targets is None:
-            session.link.sender.begin(calls[0].place.node, commands[0], site, calls[0].nbytes)
+            session.link.sender.issue_call(calls[0].place.node, commands[0], site, calls[0].nbytes)
         else:
             nodes = [call.place.node for call in calls]
             session.link.sender.together([*zip(nodes, commands, repeat(site))])

@@ -6,7 +6,7 @@ at_limit(queue)     an issuing thread has come to the queue's limit: it opens, f
 flush(queue)        sends a queue, and waits while a window is full
 flush_all()         sends all queues: before the script waits for anything
 exchange(request)   sends all, a question last, and waits for the answer
-begin(rank, ...)    queues a command for which nobody waits yet, and sends it if its node may have nothing else to do
+issue_call(...)     queues a command for which nobody waits yet, and sends it if its node may have nothing else to do
 together(commands)  queues commands of several nodes, and sends all of them in one step
 """
 
@@ -172,7 +172,7 @@ class Sender:
         if self._losses.unexplained:
             self._losses.explain()
 
-    def begin(self, rank: int, command: c.Command, site: Site | None, nbytes: int) -> None:
+    def issue_call(self, rank: int, command: c.Command, site: Site | None, nbytes: int) -> None:
         """Queues a command with so many bytes of data, which begins something for which nobody waits yet. It leaves at
         once where its node may have nothing else to do, else with those that follow, or soon (idle.py).
 

@@ -110,14 +110,14 @@ class ChunkWatch:
         self.told: Callable[[], None] = lambda: None  #: is called when something is to be sent
         self.held = 0.0  #: since when the oldest reply waits; 0: none does. Whoever sends replies sets it to that
 
-    def hold(self) -> bool:
+    def hold_reply(self) -> bool:
         """Notes that a reply waits for others. Returns False where it is not to: the oldest one has waited long, or no
         thread would see to it."""
         now = time.monotonic()
         if not self.held:
             with self._lock:
                 self.held = now
-                self._begin()
+                self._start_thread()
         return now - self.held < LATE and self._thread is not None
 
     @contextmanager
@@ -125,7 +125,7 @@ class ChunkWatch:
         """Watches a chunk, and ends it."""
         with self._lock:
             self._chunks.add(chunk)
-            self._begin()
+            self._start_thread()
         try:
             yield
         finally:
@@ -133,7 +133,7 @@ class ChunkWatch:
                 self._chunks.discard(chunk)
             chunk.end()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         """Starts the thread, if there is none. The caller holds the lock."""
         if self._thread is None:
             with suppress(RuntimeError):  # the system has none: what is slow delays others

@@ -102,7 +102,7 @@ class NodeWorker:
             self.seam,
             bundle.first,
         )
-        self.executor.emit_with_next = self._hold
+        self.executor.emit_with_next = self._hold_reply
         self._watch = self.executor.functions.watch  #: has what is held leave in time
         self.breakpoints = Breakpoints(bundle.rank, self._say_at_once, self.executor.functions.interruption)
 
@@ -200,11 +200,11 @@ class NodeWorker:
             with self._telling:
                 self._replies.append(reply)
 
-    def _hold(self, reply: c.Reply) -> None:
+    def _hold_reply(self, reply: c.Reply) -> None:
         """Has a reply leave with those that follow: at the end of the batch, or soon."""
         with self._telling:
             self._replies.append(reply)
-            if not self._watch.hold():
+            if not self._watch.hold_reply():
                 self._flush()
 
     def _say_at_once(self, reply: c.Reply) -> None:

@@ -131,8 +131,8 @@ FURTHER_NODE = 649
 #: Functions of the user's that are called on a node, and the opcodes of the script's thread for each call, to the queue
 #: of a node that is busy, and for a look at the result, once it is there.
 CALLS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
-    "submit": (lambda _: dt.submit(add, 1, 2, node=0), 1987, 326),
-    "an actor's method": (lambda actor: actor.add(1), 1857, 334),
+    "submit": (lambda _: dt.submit(add, 1, 2, node=0), 2000, 326),
+    "an actor's method": (lambda actor: actor.add(1), 1870, 334),
 }
 
 

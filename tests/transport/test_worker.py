@@ -144,7 +144,7 @@ def test_a_result_does_not_wait_long_for_those_behind_it() -> None:
 
 
 def test_a_result_does_not_wait_where_no_thread_would_see_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks.ChunkWatch, "_begin", lambda watch: None)
+    monkeypatch.setattr(chunks.ChunkWatch, "_start_thread", lambda watch: None)
     assert results([*calls(bytes, 1), *calls(pass_gate, 2)], due=2) == [[1], [2]]
 
 

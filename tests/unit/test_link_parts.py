@@ -278,7 +278,7 @@ def test_what_begins_a_function_leaves_at_once_unless_the_node_is_busy(hub: Fake
         """Begins so many; returns how many commands each message has that leaves."""
         sent = len(hub.sent)
         for number in range(first, first + count):
-            parts.sender.begin(0, c.Sync(number), None, nbytes)
+            parts.sender.issue_call(0, c.Sync(number), None, nbytes)
         return [len(codec.decode_batch(message).commands) for _, message in hub.sent[sent:]]
 
     box.set_flush_threshold(8)  # of four commands
@@ -293,7 +293,7 @@ def test_what_begins_a_function_leaves_at_once_unless_the_node_is_busy(hub: Fake
     assert [command.request for command in hub.commands(0) if isinstance(command, c.Sync)] == [*range(BUSY + 10)]
     box.lose(NodeLost(0))
     with pytest.raises(NodeLost):
-        parts.sender.begin(0, c.Sync(99), None, 0)
+        parts.sender.issue_call(0, c.Sync(99), None, 0)
 
 
 def test_a_script_that_ends_as_soon_as_it_goes_on_has_stood_still(
