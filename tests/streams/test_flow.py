@@ -266,7 +266,7 @@ with dt.init_master_worker(nodes=2, threads=1, allow_ops=["naps::*"]):
     x, y = torch.zeros(1, device="node:0"), torch.ones(1, device="node:1")
     assert nap_once().tolist() == [1]
     assert os.read(done, 1) == b"."
-    dt.synchronize(0)  # it tells of what it has done, and is at a nap from then on; by itself it tells every 1024 commands
+    dt.synchronize(0)  # it tells of what it has done: by itself every 1024 commands, and it is at a nap from then on
     before, earlier = resident(), testing.queued(0).in_flight
     waiting = r"node 0 is 10\d\d\d commands behind, so this operation waits; "
     line = waiting + r"it is at what was issued at \S+program\.py:LINE in nap_once, or behind that$"

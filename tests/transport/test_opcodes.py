@@ -77,9 +77,9 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x * 2, on a mesh": (lambda it: it.spread * 2, 185),
     "x + y, on a mesh": (lambda it: it.spread + it.spread, 176),
     "x[0], on a mesh": (lambda it: it.spread[0], 161),
-    'local.to("node:0")': (lambda it: it.local.to("node:0"), 594),
-    "x.copy_(local)": (lambda it: it.plain.copy_(it.local), 911),
-    "local.to(mesh)": (lambda it: it.local.to(it.spread.device), 628),
+    'local.to("node:0")': (lambda it: it.local.to("node:0"), 589),
+    "x.copy_(local)": (lambda it: it.plain.copy_(it.local), 899),
+    "local.to(mesh)": (lambda it: it.local.to(it.spread.device), 623),
 }
 #: Small collectives, and the opcodes of the script's thread for each, from the call to the queue.
 COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
@@ -119,10 +119,10 @@ EDGE, REGION = 48, 20
 #: which are the same for all.
 QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
     "x.item()": (lambda it: it.plain[0], 343),
-    "x.cpu()": (lambda it: it.plain, 442),
-    'x.to("cpu")': (lambda it: it.plain, 501),
-    'x.to(device="cpu")': (lambda it: it.plain, 503),
-    "dt.fetch(x)": (lambda it: it.plain, 858),
+    "x.cpu()": (lambda it: it.plain, 441),
+    'x.to("cpu")': (lambda it: it.plain, 498),
+    'x.to(device="cpu")': (lambda it: it.plain, 500),
+    "dt.fetch(x)": (lambda it: it.plain, 855),
 }
 #: Those of `.item()` of a mesh for each further node: its message, its reply, and the look whether all say the same.
 FURTHER_NODE = 649
@@ -131,8 +131,8 @@ FURTHER_NODE = 649
 #: Functions of the user's that are called on a node, and the opcodes of the script's thread for each call, to the queue
 #: of a node that is busy, and for a look at the result, once it is there.
 CALLS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
-    "submit": (lambda _: dt.submit(add, 1, 2, node=0), 2000, 326),
-    "an actor's method": (lambda actor: actor.add(1), 1870, 334),
+    "submit": (lambda _: dt.submit(add, 1, 2, node=0), 1999, 326),
+    "an actor's method": (lambda actor: actor.add(1), 1869, 334),
 }
 
 
