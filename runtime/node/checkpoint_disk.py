@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ctypes import c_int64
 from typing import Any, NamedTuple, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ..host.private_files import make_private_folder
 from ..process.lifetime import process_stat
 
-#: ``int sync_file_range(int fd, off64_t offset, off64_t nbytes, unsigned int flags)``, and its flag: begin, wait not.
-_sync_file_range = ctypes.CDLL(None).sync_file_range
-_sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+#: ``int sync_file_range(int fd, off64_t offset, off64_t nbytes, unsigned int flags)``, which is Linux's, and its flag:
+#: begin, wait not.
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 #: Bytes that a file which is read at once may have.
 _WHOLE = 1 << 34
@@ -150,7 +151,8 @@ class Disk:
 
         Where a file system can't, ``fsync`` does all of it.
         """
-        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+        if _sync_file_range is not None:
+            _sync_file_range(descriptor, c_int64(offset), c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
     def is_at(self, descriptor: int, path: str) -> bool:
         """Returns whether an open file is the one that has this name now."""
