@@ -129,8 +129,7 @@ class Replies:
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         elif isinstance(reply, c.AtBreakpoint):
             self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
-        else:
-            assert isinstance(reply, c.TookPart)
+        elif isinstance(reply, c.TookPart):
             for number in reply.requests:
                 request = self._asked(node, reply, number)
                 if request is not None:

@@ -109,6 +109,15 @@ class ChunkWatch:
         self._thread: threading.Thread | None = None
         self.told: Callable[[], None] = lambda: None  #: is called when something is to be sent
         self.held = 0.0  #: since when the oldest reply waits; 0: none does. Whoever sends replies sets it to that
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Ends the thread. A reply waits for no others from now on."""
+        self._over.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def hold_reply(self) -> bool:
         """Notes that a reply waits for others. Returns False where it is not to: the oldest one has waited long, or no
@@ -118,7 +127,7 @@ class ChunkWatch:
             with self._lock:
                 self.held = now
                 self._start_thread()
-        return now - self.held < LATE and self._thread is not None
+        return now - self.held < LATE and self._thread is not None and not self._over.is_set()
 
     @contextmanager
     def over(self, chunk: Chunk) -> Iterator[None]:
@@ -135,7 +144,7 @@ class ChunkWatch:
 
     def _start_thread(self) -> None:
         """Starts the thread, if there is none. The caller holds the lock."""
-        if self._thread is None:
+        if self._thread is None and not self._over.is_set():
             with suppress(RuntimeError):  # the system has none: what is slow delays others
                 thread = threading.Thread(target=self._run, name="disttensor-chunks", daemon=True)
                 thread.start()
@@ -144,11 +153,11 @@ class ChunkWatch:
     def _run(self) -> None:
         until = time.monotonic() + IDLE
         while True:
-            time.sleep(LATE if self.held else LOOK)
+            over = self._over.wait(LATE if self.held else LOOK)
             now = time.monotonic()
             with self._lock:
                 chunks, held = list(self._chunks), self.held
-                if not chunks and not held and now >= until:
+                if over or (not chunks and not held and now >= until):
                     self._thread = None
                     return
             if chunks or held:

@@ -152,6 +152,7 @@ class Functions:
         return command.world is None or self._worlds is None or self._worlds.has(command.world)
 
     def close(self) -> None:
+        self.watch.close()
         if self._worlds is not None:
             self._worlds.close()
 

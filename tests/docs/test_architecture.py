@@ -23,7 +23,7 @@ FOLDERS = sorted(
 )
 FILES = {
     path.relative_to(ROOT).as_posix()
-    for top in ("disttensor", "runtime", "tests", "tools", "docs")
+    for top in ("disttensor", "runtime", "tests", "tools", "docs", "examples")
     for path in (ROOT / top).rglob("*")
     if path.is_file()
 } | {path.name for path in ROOT.glob("*.py")}

@@ -853,6 +853,8 @@ DECODERS: tuple[Decoder, ...] = (
         examples=150,
         covers=(
             "runtime/protocol/values/counting.py:_number",
+            "runtime/protocol/values/decoding.py:",
+            "runtime/protocol/values/decoding.py:decode",
             "runtime/protocol/values/decoding.py:_head",
             "runtime/protocol/values/decoding.py:_Decoding.__init__",
             "runtime/protocol/values/decoding.py:_Decoding.value",
