@@ -2,6 +2,7 @@
 
     GraphPart* EndGraph --> steps: segments of Calls, each a Program that an Engine runs; Sends, Recvs between them
     Replay              --> the steps in order; a step's results for later ones lie in the store under the recorded refs
+                            (a graph of one segment, without outputs, goes past these)
 
 A segment that meets poison, or that raises, is done call by call by the executor from there on: one way of failing.
 """
