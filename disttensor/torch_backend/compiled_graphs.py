@@ -19,11 +19,13 @@ from weakref import WeakSet
 
 import torch
 from torch._guards import TracingContext
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from ..dispatch.call_site import calling_compiled, is_users_file
 from ..dispatch.dispatch import scalar
+from ..dispatch.op_table import enter
 from ..graphs.recorded import Recorded, record
 from ..graphs.traced_numbers import Tape
 from ..proxy.proxy import DistributedTensor
@@ -128,7 +130,7 @@ class CompiledGraph:
             try:
                 recorded = self._recordings[key] = self._record(args)
             except GraphError as error:
-                self._give_up(str(error))
+                self._give_up(f"{error}{_in_parts(self._model.graph)}")
                 return self._model.forward(args)  # type: ignore[no-any-return]
         if key != last:
             self._recordings.move_to_end(key)
@@ -179,6 +181,17 @@ def _say_by_operator(graph: Graph, reason: str) -> None:
         f"speed, because it can't be recorded: {reason}",
         stacklevel=3,
     )
+
+
+def _in_parts(graph: Graph) -> str:
+    """Returns what is to be said of the operators of a graph that are a library's Python, and run part by part."""
+    allow = current.session().allow
+    operators = {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
+    found = sorted(op.name() for op in operators if enter(op).python and not allow.added(op.name()))
+    if not found:
+        return ""
+    spaces = sorted({f"{name.partition('::')[0]}::*" for name in found})
+    return f". Nodes run {', '.join(found)} part by part; allow_ops={spaces} has them run it whole (docs/DIFFERENT.md)"
 
 
 def _local_arguments(graph: Graph, returned: int | None) -> tuple[list[int], torch.device]:

@@ -482,3 +482,61 @@ def test_what_is_compiled_and_what_waits_for_that_is_counted(
     assert second.done.wait(HANG)
     builders.close()
     assert builders.under_way == (0, 0.0)
+
+
+#: In place of the process that compiles: the same one, of which a test is told that it compiles, and that it waits for
+#: another one. What it compiles is unfit, once it is told to go on.
+TELLING = """
+import fcntl, importlib.util, json, os, sys
+said, go = (os.open(os.environ[name], os.O_RDWR) for name in ("SAID", "GO"))
+spec = importlib.util.spec_from_file_location("child", os.environ["CHILD"])
+child = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(child)
+def flock(file, how, real=fcntl.flock):
+    try:
+        real(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.write(said, b"waits")
+        real(file, how)
+def compile(text, folder, threads):
+    os.write(said, b"compiles")
+    os.read(go, 1)
+    with open(f"{folder}/plan.json", "w") as file:
+        json.dump({"unfit": text.strip()}, file)
+    return 0
+fcntl.flock, child._compile = flock, compile
+os._exit(child.main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_of_a_hosts_nodes_one_compiles_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builders: Builder
+) -> None:
+    """A builder is a node's: both ask for one program, and one process compiles it."""
+    pipes = []
+    for name in ("SAID", "GO"):
+        os.mkfifo(tmp_path / name)
+        monkeypatch.setenv(name, str(tmp_path / name))
+        pipes.append(os.open(tmp_path / name, os.O_RDWR))
+    said, go = pipes
+    (tmp_path / "telling.py").write_text(TELLING)
+    monkeypatch.setenv("CHILD", builder._CHILD)
+    monkeypatch.setattr(builder, "_CHILD", str(tmp_path / "telling.py"))
+    another = Builder()
+    try:
+        builds = [builders.build("one program")]
+        assert os.read(said, 99) == b"compiles"
+        builds.append(another.build("one program"))
+        assert os.read(said, 99) == b"waits"
+        os.write(go, b"..")
+        for build in builds:
+            assert build.done.wait(HANG)
+            assert build.why == "one program"
+        os.set_blocking(said, False)
+        with pytest.raises(BlockingIOError):  # neither has said anything else
+            os.read(said, 99)
+    finally:
+        another.close()
+        for pipe in pipes:
+            os.close(pipe)

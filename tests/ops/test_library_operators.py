@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -32,6 +33,10 @@ torch.library.register_fake(
     "theirs::guess", lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size()), lib=theirs
 )
 others = torch.library.Library("others", "DEF")
+for library, name in ((theirs, "theirs"), (others, "others")):  # Python for all devices, which waits for a value
+    library.define("summed(Tensor x) -> Tensor")
+    library.impl("summed", lambda x: x + sum(x.tolist()), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{name}::summed", torch.empty_like, lib=library)
 others.define("told(Tensor x) -> Tensor")
 others.impl("told", lambda x: x * 3, "CPU")
 torch.library.register_fake("others::told", torch.empty_like, lib=others)
@@ -76,6 +81,22 @@ def test_what_has_a_meta_kernel_is_not_asked(theirs: Any) -> None:
     same(theirs.twice(remote), x * 2)
     same(theirs.add_(remote), x + 1)
     same(remote, x + 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's imports
+def test_a_compiled_graph_has_what_is_allowed_whole_and_names_what_runs_part_by_part(theirs: Any) -> None:
+    for space, whole in ((theirs, True), (torch.ops.others, False)):
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x, space=space: space.summed(x * 2) + 1)
+        with warnings.catch_warnings(record=True) as caught, testing.MessageLog() as log:
+            warnings.simplefilter("always")
+            for k in range(3):
+                x = torch.arange(3.0) + k
+                same(compiled(x.to("node:1")), x * 2 + (x * 2).sum() + 1)
+        said = [str(each.message) for each in caught if "operator by operator" in str(each.message)]
+        assert ("Replay" in log[1].commands, len(said)) == (whole, not whole)
+    assert "Nodes run others::summed part by part; allow_ops=['others::*'] has them run it whole" in said[0]
+    torch.compiler.reset()
 
 
 def test_what_is_not_allowed_is_refused_at_the_call(theirs: Any) -> None:
