@@ -127,7 +127,7 @@ class ChunkWatch:
             with self._lock:
                 self.held = now
                 self._start_thread()
-        return now - self.held < LATE and self._thread is not None and not self._over.is_set()
+        return now - self.held < LATE and self._thread is not None
 
     @contextmanager
     def over(self, chunk: Chunk) -> Iterator[None]:
