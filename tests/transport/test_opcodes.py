@@ -137,7 +137,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 
 
 @pytest.fixture
-def operands() -> Iterator[Operands]:
+def operands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
+    # what other tests of this process have left: IPython, with which each call looks whether a cell has changed its
+    # module; and what the first block of another node has put around this method
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    if "to" in vars(torch.Tensor):
+        monkeypatch.delattr(torch.Tensor, "to")
     with dt.init_master_worker(nodes=2, launcher="inproc"), without_a_collector():
         here = torch.ones(4)
         leaf = torch.ones(4, device="node:0", requires_grad=True)

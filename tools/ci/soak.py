@@ -105,6 +105,20 @@ class Work:
                 dt.run(raises, local, node=k)
 
 
+def rested(pids: dict[str, int], least: dict[str, int]) -> None:
+    """Waits until the processes have no more threads than when they had ``least``, as some end a moment after the work
+    for which they are there; or for a second: what leaks stays."""
+    until = time.monotonic() + 1
+    while time.monotonic() < until and any(threads_of(pid) > least.get(name, 0) for name, pid in pids.items()):
+        time.sleep(0.02)
+    for name, pid in pids.items():
+        least[name] = min(threads_of(pid), least.get(name, 1 << 30))
+
+
+def threads_of(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
 def sample(pids: dict[str, int]) -> dict[str, dict[str, int]]:
     """What each process holds; memory in KB."""
     found = {}
@@ -113,7 +127,7 @@ def sample(pids: dict[str, int]) -> dict[str, dict[str, int]]:
         maps = Path(f"/proc/{pid}/maps").read_text()
         found[name] = {
             "rss": int(status["VmRSS"].split()[0]),
-            "threads": int(status["Threads"]),
+            "threads": threads_of(pid),
             "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
             "shared memory": maps.count("/memfd:disttensor") + maps.count("/dev/shm/"),
         }
@@ -161,6 +175,7 @@ def main() -> None:
         nodes = current.session().nodes
         pids = {"script": os.getpid()} | {f"node {node.rank}": node.hello.pid for node in nodes}
         samples: list[tuple[int, dict[str, dict[str, int]]]] = []
+        least: dict[str, int] = {}
         began = looked = time.monotonic()
         rounds = 0
         while (now := time.monotonic()) < began + options.seconds or len(samples) < 4:
@@ -170,6 +185,7 @@ def main() -> None:
             if now - looked >= 1 and now > began + options.seconds / 3:
                 looked = now
                 gc.collect()
+                rested(pids, least)
                 samples.append((sum(node.outbox.sent for node in nodes), sample(pids)))
         faulthandler.cancel_dump_traceback_later()
         commands = sum(node.outbox.sent for node in nodes)
