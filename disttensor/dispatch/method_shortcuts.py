@@ -61,10 +61,11 @@ _WAY = """
 
 #: What both texts name.
 _NAMES: dict[str, Any] = {
-    "T": DistributedTensor, "_NOTHING": _NOTHING, "_WIDE": _WIDE, "_autocast": _autocast,
-    "_dispatch_modes": _dispatch_modes, "_grad": _grad, "_increment": torch._C._increment_version,
-    "_inference": torch.is_inference_mode_enabled, "_modes": _modes, "_transforms": _transforms,
-    "forward_ad": forward_ad, "issue": issue, "issue_write": issue_write,
+    "T": DistributedTensor, "_COUNTS": torch._C.DispatchKey.ADInplaceOrView, "_NOTHING": _NOTHING, "_WIDE": _WIDE,
+    "_autocast": _autocast, "_dispatch_modes": _dispatch_modes,
+    "_excluded": torch._C._dispatch_tls_is_dispatch_key_excluded, "_grad": _grad,
+    "_increment": torch._C._increment_version, "_inference": torch.is_inference_mode_enabled, "_modes": _modes,
+    "_transforms": _transforms, "forward_ad": forward_ad, "issue": issue, "issue_write": issue_write,
 }  # fmt: skip
 
 
@@ -84,7 +85,8 @@ _NUMBER = _Way(
     "self.requires_grad", "type(other)", "other",
 )  # fmt: skip
 #: Torch refuses to write an inference tensor outside of that mode. What else may not be written requires a gradient.
-_WRITABLE = "and not self.is_inference()"
+#: Below the key that counts writes, such as in a composite operator, torch counts none.
+_WRITABLE = "and not self.is_inference() and not _excluded(_COUNTS)"
 _WRITES = "issue_write(plan, h, {}); _increment((self,)); return self"
 
 

@@ -36,6 +36,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.boo
 UNDEFINED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 
+#: Those that may or may not be right to the bit: LAPACK's depend on where in memory the operands lie, on local CPU too.
+VARIES = frozenset({"linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.pinv.singular"})
 #: Those that make tensors from numbers; some samples name no device.
 MAKES = frozenset({"arange", "linspace", "logspace"})
 
