@@ -71,7 +71,7 @@ class Writing:
 
 def guard(written: Sequence[Any], work: Work[Any], ended: GroupEnd, site: Site | None) -> Writing | None:
     """Refuses uses of the other views of what a collective writes, until a wait for its end, which ``ended`` tells of.
-    Returns None where there are no such views: it looks at each tensor for that."""
+    It looks at each tensor for such views, and returns None where there are none."""
     shared = [tensor for tensor in written if _is_shared(tensor)]
     if not shared:
         return None

@@ -2,8 +2,8 @@
 
 `run` sorts each argument of each call anew. A form is how the arguments of one signature are sorted, a letter for each
 (``LETTERS``): ``threshold_backward(grad, x, 0)`` has the form "TTN". Its function looks the letters' conditions up at
-each call, and finds the plan under the key that `run` finds it under. What has another form or no plan goes to `run`,
-as does every plan that not only makes one tensor or writes the first argument.
+each call, and finds the plan under the key of `run`. A call of another form, or without a plan, goes to `run`,
+as does a call whose plan does more than make one tensor or write the first argument.
 """
 
 from __future__ import annotations

@@ -222,7 +222,8 @@ class _Living:
         method, what = getattr(kind, name, None), f"{kind.__qualname__}.{name}()"
         if isinstance(static, property) or not callable(method):
             raise AttributeError(
-                f"{what.removesuffix('()')} is no method; an actor is on its node, and a method can return what it has"
+                f"{what.removesuffix('()')} is not a method; an actor is on its node, and a method can return what it "
+                "has"
             )
         is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
         found = _Found(static, method, isinstance(static, (staticmethod, classmethod)), is_async, what)

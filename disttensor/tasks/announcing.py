@@ -22,7 +22,7 @@ from ..runtime.process.spelling import shown
 from ..runtime.protocol.errors import ProtocolError, RemoteError
 from ..runtime.protocol.values import Announced, Unannounced, decode, is_announcable, name_of
 
-#: What says that there are no classes: Python has one empty tuple.
+#: The empty tuple, of which Python has one: it names no classes.
 _NOTHING: tuple[()] = ()
 #: Annotations in quotes, as a module's all are that imports ``annotations``, which name nothing of the user's.
 _PLAIN = frozenset({"None", "bool", "int", "float", "str", "bytes", "list", "dict", "tuple", "set", "object"})

@@ -296,7 +296,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def _without(whole: Node, view: Node) -> bool:
-    """Returns whether a view has the shape of a sum but for the dims over which that goes."""
+    """Returns whether a view has the shape of a sum without the dims over which the sum goes."""
     kept, shape = whole.meta["val"].shape, list(view.meta["val"].shape)
     gone = {dim % max(len(kept), 1) for dim in whole.args[1] or range(len(kept))}  # type: ignore[union-attr,operator]
     left = [size for dim, size in enumerate(kept) if dim not in gone]

@@ -194,7 +194,7 @@ class _HashedFile:
 
 
 def _write_tensor(tensor: torch.Tensor, file: Any) -> None:
-    """Writes a tensor as torch.save does, but for the sums (CRC-32) of zip, which torch does not compare.
+    """Writes a tensor as torch.save does, without the sums (CRC-32) of zip, which torch does not compare.
 
     They take as long as the write itself, and torch's setting for them may be one of the whole process.
     """

@@ -8,6 +8,8 @@ item takes long, a thread beside it (ChunkWatch) tells of the others.
     the function's thread      todo.popleft -> call -> done.append -> todo.popleft -> ...
     the watch's                todo.popleft, until it is empty: these are given back
 
+The same thread sends small results that wait for those of the functions behind theirs, where these take long.
+
 Each item is popped once, so it runs or is given back. The function's thread takes no lock: a cancellation may interrupt
 it anywhere (interruption.py).
 """

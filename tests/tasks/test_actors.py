@@ -394,7 +394,7 @@ def test_mistakes_are_told_at_the_line(session: None) -> None:
     actor = dt.actor(Ledger, 0.0, node=1)
     with pytest.raises(AttributeError, match="Ledger has no method 'ad'; did you mean 'add'"):
         actor.ad(1)
-    with pytest.raises(AttributeError, match=r"Ledger\.count is no method"):
+    with pytest.raises(AttributeError, match=r"Ledger\.count is not a method"):
         actor.count()
     with pytest.raises(TypeError, match=r"Ledger.add\(\): missing a required argument: 'value'"):
         actor.add()

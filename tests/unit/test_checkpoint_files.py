@@ -122,7 +122,7 @@ SAVED: dict[str, Callable[[], tuple[torch.Tensor, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_torch_would_have_written(name: str, counted: Counted, tmp_path: Path) -> None:
-    """torch loads it, and ``torch.save`` would write the same, but for the sums of zip, which are not made."""
+    """torch loads it, and ``torch.save`` would write the same, except the sums of zip, which are not made."""
     x, sizes = SAVED[name]()
     own = (x.detach()[: sizes[0]] if sizes else x).resolve_conj().clone()
     (part,) = parts(tmp_path, write(tmp_path, [x], Disk(), [sizes]))

@@ -86,15 +86,15 @@ def observe() -> None:
     module.Profile = Observed  # type: ignore[attr-defined]
 
 
-def run_program(path: str, arguments: list[str]) -> None:
+def run_program(path: str) -> None:
     """Runs one program, or the tests of a path."""
     observe()
     sys.path.insert(0, str((ROOT / path).parent))
-    sys.argv = [path, *arguments]
+    sys.argv = [path]
     if path.startswith("tests"):
         import pytest
 
-        sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", path, *arguments]))
+        sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", path]))
     os.chdir(os.path.dirname(os.environ["BOUND"]))  # some write files
     runpy.run_path(str(ROOT / path), run_name="__main__")
 
@@ -133,10 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="+", help="programs, and files or directories of tests, of this tree")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each")
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        run_program(options.one[0], options.one[1:])
+        run_program(options.one)
         return
     examples = [str(it.relative_to(ROOT)) for it in sorted(ROOT.glob("examples/**/*.py"))]
     rows, matters = list[tuple[str, Seen]](), list[str]()
