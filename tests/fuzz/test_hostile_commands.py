@@ -280,6 +280,13 @@ def _questions(commands: list[c.Command]) -> list[int]:
     return [x.request for x in inner if hasattr(x, "request") and not isinstance(x, c.Adopt)]
 
 
+def _answered(reply: c.Reply) -> tuple[int, ...]:
+    """The numbers of the questions that a reply answers: none of a failure, several of the parts in collectives."""
+    if isinstance(reply, c.Failed):
+        return ()
+    return reply.requests if isinstance(reply, c.TookPart) else (reply.request,)
+
+
 @contextlib.contextmanager
 def _node() -> Iterator[Node]:
     node = Node(simulate_cuda=2, over=Prompt)
@@ -319,12 +326,11 @@ def sequence(commands: list[c.Command], gap: int) -> None:
             (back,) = codec.decode_report(codec.encode(c.Report(0, (reply,)))).replies
             codec.check_reply(back)
         questions = _questions(commands)
-        answered = [reply.request for reply in replies if not isinstance(reply, c.Failed)]
-        assert sorted(request for request in answered if request in questions) == questions, "each is answered once"
+        answers = [(number, reply) for reply in replies for number in _answered(reply) if number in questions]
+        assert sorted(number for number, _ in answers) == questions, "each is answered once"
         asked = {request_of(command): TRAITS[type(without_stream(command))] for command in commands}
-        for reply in replies:
-            if (number := getattr(reply, "request", -1)) in questions:
-                assert isinstance(reply, (*asked[number].answers, c.Poisoned))
+        for number, reply in answers:
+            assert isinstance(reply, (*asked[number].answers, c.Poisoned))
         _probe(node)
         _drop_all(node)
 
