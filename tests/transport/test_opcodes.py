@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import is_
 from threading import get_ident
 from typing import Any
 
@@ -30,6 +31,9 @@ from disttensor.runtime.master.requests import Waker
 from disttensor.runtime.master.sender import Sender
 from disttensor.runtime.master.waiting import Waiting
 from disttensor.runtime.node.gathering import Gathering
+from disttensor.runtime.node.graphs.engines.compiled import Compiled
+from disttensor.runtime.node.graphs.engines.listing import input_geometry
+from disttensor.runtime.node.graphs.program import Program
 from disttensor.runtime.node.receive_ahead import Ahead
 from disttensor.runtime.process.observing import IssueNotes, MessageSent
 from disttensor.runtime.protocol import codec
@@ -106,6 +110,8 @@ HEARD = 88
 MESSAGE = 257 + APPLIED_RECORD
 #: Those of a replay on its node besides the program's own, however many inputs and results it has.
 REPLAY = 163
+#: Those of a compiled program that is given inputs anew, however many, without the library's and one result.
+COMPILED = 169
 #: Those that a listener to what is issued adds to an operation, and one to a node's commands to a message with one
 #: operation; without their own.
 ISSUED, COMMANDS = 104, 219
@@ -391,6 +397,22 @@ def test_a_replay_on_its_node(inputs: int, results: int) -> None:
         given = [entries[ref] for ref in (*replay.inputs, held._h.ref)]  # type: ignore[attr-defined]
         whole, program = opcodes(graphs.replay, replay), opcodes(segment.engine.run, given, ())  # type: ignore[union-attr]
     assert whole - program == REPLAY
+
+
+@pytest.mark.parametrize("inputs", [1, 30])
+def test_inputs_of_a_compiled_program(inputs: int) -> None:
+    """What is looked at of them: a backward program has more than a hundred that are new at each replay."""
+    tensors = [torch.ones(4, 6) for _ in range(inputs)]
+    program = Program((), tuple(range(inputs)), (0,), 0)
+    taken = [["input", i] for i in range(inputs)]
+    plan = {"arguments": taken, "draws": [], "fence": [], "checks": [], "results": [["input", 0]], "made": []}
+    compiled = Compiled(program, input_geometry(tensors), plan, lambda arguments: [])
+    counts = []
+    for _ in range(3):
+        new = [tensor.clone() for tensor in tensors]
+        counts.append(opcodes(compiled.run, new, ()))
+        assert all(map(is_, compiled._arguments, new))
+    assert counts[1:] == [COMPILED] * 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

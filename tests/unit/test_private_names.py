@@ -79,6 +79,7 @@ INTERNAL: dict[str, str] = {
     "ops/test_plans.py": "the tables of plans and templates: their bounds and their keys",
     "verify/test_selfcheck.py": "what stands in the ways of operations while they are compared, and seeded defects",
     "graphs/test_engine_build.py": "the process that compiles engines",
+    "graphs/test_compiled_inputs.py": "what a compiled Program looks at of its inputs",
     "graphs/test_engine_cuda.py": "the engine of CUDA graphs, with a stand-in for a GPU",
     "graphs/test_engine_programs.py": "what engines make of a Program",
     "graphs/test_pieces.py": "the pieces in which an Interpreter compiles a Program",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from operator import is_
+from itertools import compress
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from ...store import memory
 from ..program import Program, Reg
 from . import listing
 from .draws import draw
+
+#: Compares tensors with earlier ones, as torch.compile does: class, dispatch keys (and so layout, device, whether it is
+#: a lazy conjugate or negative), dtype, whether it wants a gradient, sizes and strides.
+_Guards: Any = torch._C._dynamo.guards.TensorGuards  # whose declaration has other types than it takes
+_key = attrgetter("_cdata")  #: of a storage: that of ``memory``
 
 #: A compiled library: takes the arguments of a CompiledCall, returns the registers that it says are made.
 Library = Callable[[list[Tensor]], list[Tensor]]
@@ -29,9 +35,14 @@ class Compiled:
         self._plan = plan
         self._library = library
         self._last: list[Tensor | None] = [None] * len(given)
+        #: looks at the geometry of all inputs, in one call of C's; None where ``_last`` are no inputs that fit
+        self._guards: Any = None
         self._arguments: list[Tensor] = []
-        self._place: dict[int, int] = {}  #: input -> argument
-        self._memories: list[int] = []  #: the memory of each input
+        #: the arguments, as indices of the inputs and, behind these, of ``_bases``
+        self._at: list[int] = []
+        self._bases: list[Tensor] = []
+        self._shared = [g.extent > 0 for g in given]  #: whether an input shares its memory with another one
+        self._sized = [0 not in g.size for g in given]  #: whether an input has elements, and so memory
         self._apart = 0  #: the number of different memories
         #: indices of the library's results that have to be copied; known after a run
         self._loose: list[int] | None = None
@@ -73,33 +84,49 @@ class Compiled:
         return [result(inputs, draws, made) for result in self._results]
 
     def _take_inputs(self, inputs: Sequence[Tensor]) -> bool:
-        """Takes input tensors, if they have the geometry that the program was compiled for; returns whether they do."""
-        for i, tensor in enumerate(inputs):
-            if tensor is self._last[i]:
-                continue
-            if self._last[i] is None or not listing.like(tensor, self._given[i]):
-                return self._adopt_all(inputs)
-            self._memories[i] = listing.whose(tensor, i)
-            self._arguments[self._place[i]] = self._last[i] = tensor
-        return len(set(self._memories)) == self._apart or self._adopt_all(inputs)
+        """Takes input tensors, if they have the geometry that the program was compiled for; returns whether they do.
+
+        A compiled backward is given more than a hundred anew at each step. What is looked at of them is looked at by
+        functions of C's, as many for all of them as for one; a difference, even one that is none to the program, has
+        ``_adopt_all`` look at each.
+        """
+        if (
+            self._guards is None
+            or not self._guards.check(*inputs)
+            or any(compress(self._shared, map(is_not, inputs, self._last)))
+            or self._count_apart(inputs) != self._apart
+        ):
+            return self._adopt_all(inputs)
+        self._take_fitting(inputs)
+        return True
+
+    def _count_apart(self, inputs: Sequence[Tensor]) -> int:
+        """Returns the number of different memories of inputs: of those without elements, each has its own."""
+        return len({*map(_key, map(Tensor.untyped_storage, compress(inputs, self._sized)))})
+
+    def _take_fitting(self, inputs: Sequence[Tensor]) -> None:
+        self._last = [*inputs]
+        self._arguments = [*map([*inputs, *self._bases].__getitem__, self._at)]
 
     def _adopt_all(self, inputs: Sequence[Tensor]) -> bool:
         try:
             fits = listing.input_geometry(inputs) == self._given
         except listing.NotCompilable:
             fits = False
-        self._last = [*inputs] if fits else [None] * len(inputs)
         if not fits:
+            self._last, self._guards = [None] * len(inputs), None
             return False
-        self._arguments = []
+        sizes, strides = [[*g.size] for g in self._given], [[*g.stride] for g in self._given]
+        self._guards = _Guards(*inputs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self._at, self._bases = [], []
         for kind, i, *more in self._plan["arguments"]:
             if kind == "input":
-                self._place[i] = len(self._arguments)
-                self._arguments.append(inputs[i])
+                self._at.append(i)
             elif kind == "base":
-                self._arguments.append(inputs[i].as_strided((more[0],), (1,), 0))
-        self._memories = [listing.whose(t, i) for i, t in enumerate(inputs)]
-        self._apart = len(set(self._memories))
+                self._at.append(len(inputs) + len(self._bases))
+                self._bases.append(inputs[i].as_strided((more[0],), (1,), 0))
+        self._apart = self._count_apart(inputs)
+        self._take_fitting(inputs)
         return True
 
     def _indices_fit(self, inputs: Sequence[Tensor]) -> bool:

@@ -50,13 +50,6 @@ def input_geometry(inputs: Sequence[torch.Tensor]) -> tuple[Given, ...]:
     return tuple(g for g in out if g is not None)
 
 
-def like(tensor: torch.Tensor, g: Given) -> bool:
-    """Returns whether an input that shares its memory with no other has this geometry."""
-    return (
-        not g.extent and _plain(tensor) and (tensor.dtype, tensor.shape, tensor.stride()) == (g.dtype, g.size, g.stride)
-    )
-
-
 def whose(tensor: torch.Tensor, i: int) -> int:
     """Returns a key: equal for inputs that share memory. Input ``i``, if it has no elements, shares it with none."""
     return memory(tensor) if tensor.numel() else -i - 1
