@@ -26,6 +26,7 @@ from ..session.current import session_of
 from ..session.places import Place
 from ..session.session import Session
 from ..session.transfers import when_done
+from .listening import Listened
 from .not_yet import NotYet
 
 T_co = TypeVar("T_co", covariant=True)
@@ -51,7 +52,7 @@ class Work(NotYet, Generic[T_co]):
 
     def is_completed(self) -> bool:
         """Returns whether ``wait`` would return, or raise, at once. Does not wait."""
-        return self._transfer.is_completed()
+        return self._session.transfers.has_ended(self._transfer)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Waits for the end, and returns True if it was a success.
@@ -147,8 +148,9 @@ def fetch(tensor: torch.Tensor) -> Work[torch.Tensor]:
     """Begins to copy a tensor from its node, and returns a Work at once. Its ``result()`` is the local tensor.
 
     The local tensor has the shape and dtype of ``tensor``, its values at the time of this call whatever is written to
-    it later, and no gradient. Any number of fetches may be under way; those of one node arrive in order. Raises
-    TypeError for a local tensor, GraphError while a graph is recorded, NodeLost.
+    it later, and no gradient. Any number of fetches may be under way. Those of one node arrive in order, except that
+    small ones (32 KiB), which come as the answers to questions do, may pass larger ones. Raises TypeError for a local
+    tensor, GraphError while a graph is recorded, NodeLost.
     """
     if not isinstance(tensor, DistributedTensor):
         raise TypeError(f"fetch takes a tensor on a node, not a {type(tensor).__name__}")
@@ -163,7 +165,9 @@ def fetch(tensor: torch.Tensor) -> Work[torch.Tensor]:
     session = session_of(place)
     session.transfers.may_begin(place)
     ref = source._h.ref or materialise(source._h)
-    return Work(session, source, session.transfers.fetch(source, place.one, ref, strides, here()))
+    transfers, one = session.transfers, place.one
+    ended = Listened(session, one.node) if transfers.by_reply(source._h.meta.nbytes, one) else None
+    return Work(session, source, transfers.fetch(source, one, ref, strides, here(), ended))
 
 
 @spelled

@@ -19,17 +19,18 @@ from ..errors import late_warnings
 from ..runtime.channel.base import MASTER, Arrival, DataChannel, Transfer
 from ..runtime.channel.counted import BY_COMMANDS, Figures, Row, TransferTally
 from ..runtime.channel.payload import bytes_of, of_bytes, scratch
+from ..runtime.channel.ticket import Ticket, poisoned
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.failures import Site
 from ..runtime.master.link import Link
-from ..runtime.master.requests import Request
+from ..runtime.master.requests import EndRequest, Request
 from ..runtime.master.route import waits
 from ..runtime.process import undertakings
 from ..runtime.process.signals import uninterrupted
 from ..runtime.protocol import codec
 from ..runtime.protocol import commands as c
 from ..runtime.protocol.dtypes import IDS
-from ..runtime.protocol.errors import ChannelError, DisttensorError, PoisonedError
+from ..runtime.protocol.errors import BrokenError, ChannelError, DisttensorError, PoisonedError
 from ..runtime.protocol.transfer_ids import ORDERED
 from . import holdings
 from .channel_router import ChannelRouter
@@ -99,6 +100,66 @@ def _words_of_upload(node: int, nbytes: int, transfer: Transfer) -> str:
         rate = done / seconds
         text += f", {holdings.size(int(rate))}/s, {(nbytes - done) / rate:.0f} s left"
     return text
+
+
+class RepliedArrival(Arrival):
+    """A fetch that comes with a reply: it ends when a thread takes that in. Whoever waits does so."""
+
+    def __init__(self, transfers: Transfers, meta: Any, place: NodePlace, strides: Any, ended: Ticket) -> None:
+        """``meta``: that of the tensor; ``ended``: its end, which takes callbacks of those who do not wait."""
+        self._transfers, self._meta, self._place, self._strides = transfers, meta, place, strides
+        self._transfer: Ticket = ended
+        self._began = perf_counter()
+        self._data = b""
+        self._made: dict[str, torch.Tensor] = {}
+        self.number = 0  #: of its request
+
+    def take_reply(self, reply: c.Reply | None) -> None:
+        """Takes the node's answer, and ends; None: there will be none."""
+        if type(reply) is c.Downloaded:
+            meta, data = self._meta, reply.data
+            if reply.shape != meta.shape or reply.dtype != IDS[meta.dtype] or len(data) != meta.nbytes:
+                self._transfer.fail(BrokenError, _words_of_another(reply, meta, self._place))
+                return
+            self._data = data
+            self._transfers.downloads[self._place.outbox.ranks].add(len(data), self._began)
+            self._transfer.finish()
+        elif isinstance(reply, c.Poisoned):
+            self._transfer.fail(poisoned(reply.rank, reply.seq), "")
+        else:
+            self._transfer.fail(BrokenError, f"{self._place} has not answered")
+
+    @uninterrupted
+    def call_at_end(self, fn: Callable[[], object]) -> None:
+        """Adds a callback for one who waits, and so takes in replies."""
+        Ticket.add_done_callback(self._transfer, fn)  # type: ignore[arg-type]
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._transfers.wait(self, self._place.node, timeout)
+        self._transfer.wait(0)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that arrived, the same each time; waits for it. Raises as ``wait`` does."""
+        self.wait()
+        if not self._made:
+            # not by the thread that has taken the reply in, whose modes are not those of who asks
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                tensor = of_bytes(self._data, self._meta.dtype, self._meta.shape)
+                if self._strides is not None:
+                    tensor = torch.empty_strided(tensor.shape, self._strides, dtype=tensor.dtype, device="cpu").copy_(
+                        tensor
+                    )
+            self._made.setdefault("tensor", tensor)  # one of two threads has the first
+            self._data = b""
+        return self._made["tensor"]
+
+
+def _words_of_another(reply: c.Downloaded, meta: Any, place: Place) -> str:
+    return (
+        f"{place} has sent {len(reply.data)} bytes of dtype {reply.dtype} {reply.shape!s:.500}, and was asked for "
+        f"{meta.nbytes} of {IDS[meta.dtype]} {meta.shape}"
+    )
 
 
 class Transfers:
@@ -289,10 +350,7 @@ class Transfers:
         another tensor than one with this ``meta``."""
         shape, dtype, data = meta.shape, meta.dtype, reply.data
         if reply.shape != shape or reply.dtype != IDS[dtype] or len(data) != meta.nbytes:
-            raise DisttensorError(
-                f"{place} has sent {len(data)} bytes of dtype {reply.dtype} {reply.shape!s:.500}, and was asked for "
-                f"{meta.nbytes} of {IDS[dtype]} {shape}"
-            )
+            raise DisttensorError(_words_of_another(reply, meta, place))
         self.downloads[place.outbox.ranks].add(len(data), began)
         return of_bytes(data, dtype, shape)
 
@@ -317,15 +375,49 @@ class Transfers:
             raise
 
     def fetch(
-        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
+        self,
+        tensor: torch.Tensor,
+        place: NodePlace,
+        ref: int,
+        strides: tuple[int, ...] | None,
+        site: Site | None,
+        ended: Ticket | None = None,
     ) -> Arrival:
         """Begins a copy like that of ``download``, into a tensor with these strides (None: contiguous); returns at
-        once."""
+        once. ``ended``: the end of one that travels ``by_reply``; None: a data channel carries it."""
+        if ended is not None:
+            return self._ask_for_copy(tensor, place, ref, strides, site, ended)
         local = None if strides is None else torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
         receiving, transfer, _ = self._begin_download(tensor, place, ref, local, site)
         self.link.sender.flush(place.outbox)
         keep_until_done(self.arriving, transfer, (place.node, receiving), receiving)
         return receiving
+
+    def _ask_for_copy(
+        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: Any, site: Site | None, ended: Ticket
+    ) -> Arrival:
+        """Asks for a tensor's elements. The question leaves as a function does: at once where its node may have nothing
+        else to do, else with those that follow."""
+        link, meta = self.link, tensor._h.meta  # type: ignore[attr-defined]  # it is a proxy
+        arrival = RepliedArrival(self, meta, place, strides, ended)
+        request = link.requests.new_given(place.node, c.Downloaded, arrival.take_reply)
+        arrival.number = number = request.id
+        try:
+            link.sender.issue_call(place.node, c.Download(number, ref), site, 0)
+        except BaseException:
+            link.requests.withdraw(request)
+            raise
+        self.arriving[-number] = place.node, arrival
+        arrival.call_at_end(partial(_remove_entry, self.arriving, -number))
+        return arrival
+
+    def has_ended(self, transfer: Transfer) -> bool:
+        """Returns whether a fetch has ended, or will not, in a forked child. Takes in what has arrived, and does not
+        wait."""
+        if isinstance(transfer, RepliedArrival) and not transfer.is_completed():
+            self.link.replies.drain()
+            return transfer.is_completed() or self.link.is_forked
+        return transfer.is_completed()
 
     def may_begin(self, place: Place) -> None:
         """Raises the error that keeps a copy from ``place`` from beginning: NodeLost, GraphError while a graph is
@@ -396,9 +488,13 @@ class Transfers:
         ``wait_for_transfer``; ``number``: the transfer's, where it is known, for observers."""
         if not transfer.is_completed():
             self.link.sender.flush_all()
-            request = Request(-(number or self._number_of(transfer)), node)
+            if isinstance(transfer, RepliedArrival):
+                request: Request = EndRequest(transfer.number, node)
+                transfer.call_at_end(request.resolve)
+            else:
+                request = Request(-(number or self._number_of(transfer)), node)
+                when_done(transfer, request.resolve)
             request.counted = counted
-            when_done(transfer, request.resolve)
             self.link.waiting.wait(request, timeout, until=transfer.is_completed)
 
     def _number_of(self, transfer: Transfer) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from ..dispatch.op_table import entries
 from ..runtime.contracts.data_channel import check_data_channel
+from ..runtime.master.requests import ReplyRequest
 from ..session import caches, current, kernel_choice
 from ..session.places import Place
 from ..torch_backend import device_module
@@ -96,7 +97,7 @@ def queued(node: int | None = None) -> Queued:
             dead=sum(len(queue.dead) for queue in queues),
             held=sum(len(box._holds) for box in boxes),
             full=any(box.full for box in boxes),
-            questions=sum(node in (None, r.node) for r in session.link.requests),
+            questions=sum(node in (None, r.node) for r in session.link.requests if type(r) is not ReplyRequest),
             fetches=sum(node in (None, at) for at, _ in list(session.transfers.arriving.values())),
             uploads=sum(list(session.transfers.staged.values())),
         )

@@ -31,6 +31,7 @@ from ..dispatch.op_table import surround
 from ..proxy.meta import contiguous
 from ..proxy.proxy import DistributedTensor, operand_name
 from ..runtime.channel.base import Arrival
+from ..runtime.channel.ticket import Ticket
 from ..runtime.master.failures import Site, line_of
 from ..runtime.master.route import route
 from ..runtime.node.rng_lock import get_rng_state
@@ -216,10 +217,11 @@ class SelfCheck:
         ref: int,
         strides: tuple[int, ...] | None,
         site: Site | None,
+        ended: Ticket | None,
     ) -> Any:
         """Wraps ``Transfers.fetch``: a fetch that is chosen has arrived when it returns."""
         expected = self._sum(tensor)
-        arrival = original(tensor, place, ref, strides, site)
+        arrival = original(tensor, place, ref, strides, site, ended)
         if expected is not _NOTHING:
             result = self._quiet(lambda: arrival.tensor)
             if result is not _NOTHING:
@@ -404,9 +406,15 @@ class CheckedTransfers(Transfers):
         return self._check.download(super().download, tensor, place, ref, site)
 
     def fetch(
-        self, tensor: torch.Tensor, place: NodePlace, ref: int, strides: tuple[int, ...] | None, site: Site | None
+        self,
+        tensor: torch.Tensor,
+        place: NodePlace,
+        ref: int,
+        strides: tuple[int, ...] | None,
+        site: Site | None,
+        ended: Ticket | None = None,
     ) -> Arrival:
-        return self._check.fetch(super().fetch, tensor, place, ref, strides, site)  # type: ignore[no-any-return]
+        return self._check.fetch(super().fetch, tensor, place, ref, strides, site, ended)  # type: ignore[no-any-return]
 
 
 def _mixed(number: int) -> int:

@@ -46,6 +46,9 @@ class Request:
 
     __slots__ = ("counted", "done", "due", "id", "kind", "node", "queue", "reply", "site", "waker")
 
+    #: the request of which observers are told that a thread has waited for it; 0: this one
+    observed = 0
+
     def __init__(self, id: int, node: int, kind: type[Message] = c.Done, due: int = 0) -> None:
         self.id = id
         self.node = node  #: the node that answers; of several, one of those that have not yet
@@ -96,6 +99,31 @@ class CallbackRequest(Request):
     def resolve(self, reply: c.Reply | None = None) -> None:
         super().resolve(reply)
         self.then()
+
+
+class ReplyRequest(Request):
+    """An answer that is given to ``then``, in whichever thread takes it; None where none will come. That must not
+    block."""
+
+    __slots__ = ("then",)
+
+    def __init__(self, id: int, node: int, kind: type[Message], then: Callable[[c.Reply | None], object]) -> None:
+        super().__init__(id, node, kind)
+        self.then = then
+
+    def resolve(self, reply: c.Reply | None = None) -> None:
+        super().resolve(reply)
+        self.then(reply)
+
+
+class EndRequest(Request):
+    """The end of another request, for which any number of threads may wait. Observers are told of that one's."""
+
+    __slots__ = ("observed",)
+
+    def __init__(self, of: int, node: int) -> None:
+        super().__init__(-1, node)
+        self.observed = of
 
 
 class ItemsRequest(CallbackRequest):
@@ -244,6 +272,16 @@ class Requests:
         thread may take the answer, and none has to wait. Raises as ``check``."""
         self._state.check(self._state.nodes[node].outbox)
         request = CallbackRequest(next(self._ids), node, kind, then)
+        self._due[request.id] = request
+        return request
+
+    def new_given(self, node: int, kind: type[Message], then: Callable[[c.Reply | None], object]) -> ReplyRequest:
+        """Returns a new request to ``node``, whose answer is given to ``then``, or None at a loss or by ``close``. Any
+        thread may take the answer, and none has to wait. Raises as ``check``."""
+        outbox = self._state.nodes[node].outbox
+        if outbox.over:
+            self._state.check(outbox)
+        request = ReplyRequest(next(self._ids), node, kind, then)
         self._due[request.id] = request
         return request
 

@@ -121,7 +121,7 @@ class Waiting:
             elif turns and not request.counted:
                 self.on_waited(waited)
             if self._waited.listeners:
-                self._waited.notify(WaitEnded(now, began, request.node, request.id))
+                self._waited.notify(WaitEnded(now, began, request.node, request.observed or request.id))
         if until is None and request.reply is None:  # ended without a reply: by a loss, or by `close`
             self._state.check(queue)
         queue.restart()

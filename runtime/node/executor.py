@@ -14,6 +14,7 @@ import torch
 
 from ..channel.opened import Channels
 from ..channel.registry import why_unusable
+from ..channel.ticket import Ticket
 from ..process import page
 from ..process.observing import FunctionDone, NodeSeam
 from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
@@ -211,13 +212,12 @@ class CommandExecutor(NodeState):
                     self.templates.pop(number, None)
             case c.Ask():
                 self._ask(command)
+            case c.Send() if self._goes_on(command.ref):
+                self._begin_lanes(command)
             case c.Send():
-                if self._lanes is None and self.at < 0 and store.tally is None and self._arrives(command.ref):
-                    # one of them sends it when it is there; the node goes on. Not while peaks are counted, which are
-                    # not exact beside lanes
-                    self._begin_lanes(command)
-                else:
-                    self._send(command)
+                self._send(command)
+            case c.Download() if self._goes_on(command.ref):
+                self._answer_at_arrival(command)
             case c.Recv():
                 self._recv(command)
             case c.Piece():
@@ -285,7 +285,11 @@ class CommandExecutor(NodeState):
         self._beside = True
         self._lanes.do(command)
 
-    def _arrives(self, ref: int) -> bool:
+    def _goes_on(self, ref: int) -> bool:
+        """Returns whether a tensor is on its way, so that the node goes on: it is passed on when it is there. Not while
+        peaks are counted, which are not exact then."""
+        if self._lanes is not None or self.at >= 0 or self.store.tally is not None:
+            return False
         entry = self.store.entries.get(ref)
         return isinstance(entry, Later) and not entry.is_completed()
 
@@ -328,6 +332,30 @@ class CommandExecutor(NodeState):
             raise
         if not transfer.is_completed():
             self.store.sending.append((entry, transfer))
+
+    def _answer_at_arrival(self, command: c.Download) -> None:
+        """Answers a question for a tensor that is on its way when it is there, in the thread that has received it:
+        lanes would cost the node as much as several questions."""
+        entry, read, number = self.store.entries[command.ref], Ticket(), self.number
+        if not (isinstance(entry, Pending) and entry.device == "cpu"):  # what is put on a device is this thread's
+            self.effect(command, self.tensor)
+            return
+
+        def answer() -> None:
+            try:
+                value = entry.result(partial(self.report_failure, "transfer", number=number))
+                if isinstance(value, torch.Tensor):
+                    self.effect(command, lambda ref: value)
+                else:
+                    self.emit(c.Poisoned(command.request, value.rank, value.seq))
+            except Exception as e:
+                poison = self.report_failure(name_of(command), e, number)
+                self.emit(c.Poisoned(command.request, poison.rank, poison.seq))
+            finally:
+                read.finish()
+
+        self.store.sending.append((entry, read))  # so that who writes it waits
+        entry.transfer.add_done_callback(answer)
 
     def _recv(self, command: c.Recv) -> None:
         self.received = True

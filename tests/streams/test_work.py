@@ -137,8 +137,9 @@ def test_many_large_ones() -> None:
         assert work.result()[-1].item() == i
 
 
-def test_threads_wait_for_one() -> None:
-    work = dt.fetch(torch.ones(1 << 22, device="node:0"))
+@pytest.mark.parametrize("n", [3, 1 << 22])
+def test_threads_wait_for_one(n: int) -> None:
+    work = dt.fetch(torch.ones(n, device="node:0"))
     seen = []
     threads = [threading.Thread(target=lambda: seen.append(work.result())) for _ in range(8)]
     for thread in threads:

@@ -28,12 +28,13 @@ def test_those_under_way_at_the_end_come() -> None:
     assert [work.result()[-1].item() for work in works] == list(range(10))
 
 
-def test_a_lost_node_ends_the_waiting() -> None:
+@pytest.mark.parametrize("n", [1 << 20, 3])
+def test_a_lost_node_ends_the_waiting(n: int) -> None:
     async def program() -> list[object]:
         return await asyncio.gather(*works, return_exceptions=True)
 
     with dt.init_master_worker(nodes=2, threads=1):
-        x, y = torch.ones(1 << 20, device="node:1"), torch.ones(3, device="node:0")
+        x, y = torch.ones(n, device="node:1"), torch.ones(3, device="node:0")
         dt.synchronize()
         pid = int(dt.nodes()[1]["pid"])
         os.kill(pid, signal.SIGSTOP)  # it has no chance to send them

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from equal import same
+from limits import HANG
 
 import disttensor as dt
 from disttensor import testing
 from disttensor.runtime.channel.payload import DTYPES
 from disttensor.runtime.node.state import NodeState
+from disttensor.runtime.process.observing import MessageSent, WaitEnded
+from disttensor.runtime.protocol import codec
 from disttensor.runtime.protocol import commands as c
 from disttensor.runtime.protocol.dtypes import IDS
 from disttensor.session import current
@@ -46,9 +50,17 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], An
 }
 
 
+GATE = threading.Event()
+
+
+def pass_gate() -> None:
+    assert GATE.wait(HANG)
+
+
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
     with dt.init_master_worker(nodes=2, launcher="inproc", simulate_cuda=1):
+        dt.fetch(torch.ones(1, device="node:0")).add_done_callback(lambda work: None)  # starts the callbacks' thread
         yield
 
 
@@ -76,6 +88,79 @@ def test_all_dtypes(session: None, dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     assert got.view(torch.uint8).tolist() == local.view(torch.uint8).tolist()
     assert not got._is_view()
+
+
+@pytest.mark.parametrize("place", ["node:0", "cuda"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_fetched(session: None, kind: str, place: str) -> None:
+    device: Any = dt.device(1, "cuda:0") if place == "cuda" else place
+    remote, local = KINDS[kind](LOCAL.to(device)), KINDS[kind](LOCAL).resolve_conj().resolve_neg().clone()
+    with testing.MessageLog() as log, torch.inference_mode():
+        work = dt.fetch(remote)
+        got = work.result()
+        assert work.result() is got
+    assert torch.equal(got, local)
+    assert got.dtype == local.dtype
+    assert not got.numel() or got.stride() == local.stride()
+    assert (got._is_view(), got.requires_grad, got.is_inference()) == (False, False, False)
+    assert "Send" not in log.commands
+    assert log.replies.count("Downloaded") == 1
+
+
+def test_fetches_before_any_wait_leave_together(session: None) -> None:
+    """Where their node is busy; the first ones leave at once, as it may not be."""
+    xs = [torch.full((3,), float(i), device="node:1") for i in range(40)]
+    dt.synchronize()
+    GATE.clear()
+    with testing.MessageLog() as log:
+        busy = dt.submit(pass_gate, node=1)
+        works = [dt.fetch(x) for x in xs]
+        before = log[1].messages
+        GATE.set()
+        assert [work.result().tolist() for work in reversed(works)] == [[i] * 3 for i in range(39, -1, -1)]
+    busy.result()
+    assert log[1].commands.count("Download") == 40
+    assert before < 16
+
+
+def test_a_fetch_ends_though_nobody_waits(session: None) -> None:
+    ended, x = threading.Event(), torch.ones(3, device="node:1")
+    dt.fetch(x).add_done_callback(lambda work: ended.set())
+    assert ended.wait(HANG)
+    work = dt.fetch(x)
+    while not work.is_completed():
+        threading.Event().wait(0.001)
+    assert work.result().tolist() == [1.0] * 3
+
+
+def test_observers_are_told_whose_answer_a_wait_was_for(session: None) -> None:
+    seam, waits, sent = current.session().link.seam, list[WaitEnded](), list[MessageSent]()
+    x = torch.ones(3, device="node:1")
+    dt.synchronize()
+    with seam.waited.heard_by(waits.append), seam.sent.heard_by(sent.append):
+        dt.fetch(x).wait()
+    commands = [command for it in sent for command in codec.decode_batch(it.message).commands]
+    (question,) = [command for command in commands if type(command) is c.Download]
+    assert {it.request for it in waits} == {question.request}
+
+
+def test_a_fetch_of_what_arrives_holds_nothing(session: None) -> None:
+    """Of a tensor that another node has yet to send: the node goes on, and who writes it then waits."""
+    x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    dt.synchronize()
+    GATE.clear()
+    busy = dt.submit(pass_gate, node=0)
+    moved, failed = (x + 1).to("node:1"), x[torch.tensor([5], device="node:0")].to("node:1")
+    works = [dt.fetch(moved), dt.fetch(failed)]
+    assert (y + 1).sum().item() == 6
+    assert not any(work.is_completed() for work in works)
+    moved.add_(1)
+    GATE.set()
+    assert works[0].result().tolist() == [2.0] * 3
+    assert moved.cpu().tolist() == [3.0] * 3
+    with pytest.raises(IndexError, match="out of bounds"):
+        works[1].wait()
+    busy.result()
 
 
 def test_what_has_come_is_a_tensor_of_its_own(session: None) -> None:
@@ -122,7 +207,8 @@ def test_modes_see_it(session: None) -> None:
 def test_the_error_of_what_has_failed(session: None) -> None:
     x = torch.ones(3, device="node:0")
     failed = x[torch.tensor([5], device="node:0")] + 1
-    for way in (failed.cpu, failed.tolist, lambda: failed.to("cpu"), lambda: torch.empty(1).copy_(failed)):
+    ways: list[Callable[[], Any]] = [failed.cpu, failed.tolist, dt.fetch(failed).wait, dt.fetch(failed).result]
+    for way in (*ways, lambda: failed.to("cpu"), lambda: torch.empty(1).copy_(failed)):
         with pytest.raises(IndexError, match="out of bounds"):
             way()
     assert x.cpu().tolist() == [1.0] * 3
@@ -137,17 +223,17 @@ def test_the_ranks_of_a_mesh_have_to_agree(session: None) -> None:
 
 def test_nothing_comes_while_a_graph_is_recorded(session: None) -> None:
     x = torch.ones(3, device="node:0")
-    for read in (x, x[1:]):
+    for read in (x.cpu, x[1:].cpu, lambda: dt.fetch(x)):
         with pytest.raises(dt.errors.GraphError, match="a copy to the master has to wait"), dt.graph(dt.Graph()):
-            read.cpu()
+            read()
     assert x[1:].cpu().tolist() == [1.0, 1.0]
 
 
 def test_both_ends_count_them(session: None) -> None:
     x = torch.ones(3, device="node:0")
     dt.channels.reset_stats()
-    for _ in range(2):
-        x.cpu()
+    x.cpu()
+    dt.fetch(x).wait()
     torch.ones(1 << 13).to(dt.mesh(dp=2).device)[:1].cpu()
     rows = {
         (row.at, row.peer): (row.sent.calls, row.sent.bytes, row.received.calls, row.received.bytes)
@@ -195,6 +281,7 @@ def test_another_tensor_is_refused(monkeypatch: pytest.MonkeyPatch, session: Non
     x = torch.ones(3, device="node:1")
     with monkeypatch.context() as patched:
         patched.setattr(NodeState, "effect", effect)
-        with pytest.raises(dt.DisttensorError, match=rf"^node 1 .* has sent {len(said.data)} bytes of dtype"):
-            x.cpu()
+        for way in (x.cpu, dt.fetch(x).wait, dt.fetch(x).result):
+            with pytest.raises(dt.DisttensorError, match=rf"^node 1 .* has sent {len(said.data)} bytes of dtype"):
+                way()
     assert x.cpu().tolist() == [1.0] * 3

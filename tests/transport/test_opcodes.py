@@ -129,7 +129,7 @@ QUESTIONS: dict[str, tuple[Callable[[Operands], Any], int]] = {
     "x.cpu()": (lambda it: it.plain, 441),
     'x.to("cpu")': (lambda it: it.plain, 498),
     'x.to(device="cpu")': (lambda it: it.plain, 500),
-    "dt.fetch(x)": (lambda it: it.plain, 855),
+    "dt.fetch(x)": (lambda it: it.plain, 597),
 }
 #: Those of `.item()` of a mesh for each further node: its message, its reply, and the look whether all say the same.
 FURTHER_NODE = 649

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...channel.base import Transfer
+from ...channel.base import MASTER, Transfer
 from ...channel.ticket import Ticket
 from ...collective import NATIVE
 from ...process import page
@@ -72,10 +72,12 @@ class Scheduler(Lanes):
         self.default = self.lane("default")
         self._lately = 0  #: commands until the receiving thread does the default stream's again
         self._make: dict[type, Callable[[Lane, Any], None]] = {
+            **dict.fromkeys(kinds("anywhere"), self._effect),
             c.Call: self._call,
             c.First: self._call,
             c.Ask: self._ask,
             c.Send: self._send,
+            c.Download: self._download,
             c.Recv: self._recv,
             c.Run: self._function,
             c.Record: self._record,
@@ -83,7 +85,6 @@ class Scheduler(Lanes):
             c.Await: self._await,
             c.Replay: self._replay,
             c.Collective: self._collective,
-            **dict.fromkeys(kinds("anywhere"), self._effect),
         }
         self._collective_lane: Lane | None = None  #: does all collectives of a node, one after the other
         self._ended: list[int] = []  #: requests of those that have ended, which the master was not told of yet
@@ -443,12 +444,8 @@ class Scheduler(Lanes):
 
     def _to_peer(self, command: c.Send | c.Signal, entry: Entry, waits: Sequence[Transfer] = ()) -> None:
         """Sends ``entry`` once it exists and all earlier sends to its peer are on their way."""
-        node, seq, sent = self.node, self.node.seq, Ticket()
-        peer, transfer = command.peer, command.transfer
-        channel = node.channels.data[command.channel if isinstance(command, c.Send) else 0]
-        lane = self._peers.get(peer)
-        if lane is None:
-            lane = self._peers[peer] = self.lane(f"to-{peer}")
+        sent, peer, transfer = Ticket(), command.peer, command.transfer
+        channel = self.node.channels.data[command.channel if isinstance(command, c.Send) else 0]
 
         def run(values: Values) -> Results:
             channel.isend(values[0], peer, transfer).add_done_callback(sent.finish)
@@ -461,7 +458,39 @@ class Scheduler(Lanes):
                 sent.finish()
 
         self.store.sending.append((entry, sent))
-        self.put(lane, LaneTask(seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
+        self.put(self._peer(peer), LaneTask(self.node.seq, "Send", run, {0: entry}, waits=waits, spoil=spoil))
+
+    def _peer(self, peer: int) -> Lane:
+        """Returns the lane of what goes to a peer."""
+        lane = self._peers.get(peer)
+        if lane is None:
+            lane = self._peers[peer] = self.lane(f"to-{peer}")
+        return lane
+
+    def _download(self, lane: Lane, command: c.Download) -> None:
+        """Queues a question for a tensor on its lane; or, where another one makes the tensor, or a peer sends it, among
+        what goes to the script: the lane goes on, as it does from a send."""
+        entry = self.entries.get(command.ref)
+        waiting = isinstance(entry, Later) and not entry.is_completed()
+        if entry is None or not waiting or self.cuda or _makes(lane, entry):
+            self._effect(lane, command)
+            return
+        sent, answer = Ticket(), self._answers(command.request)
+
+        def run(values: Values) -> Results:
+            self.node.effect(command, lambda ref: values[0])
+            sent.finish()
+            return None
+
+        def spoil(poison: Poison) -> None:
+            try:
+                answer(poison)
+            finally:
+                sent.finish()
+
+        self.store.sending.append((entry, sent))
+        task = LaneTask(self.node.seq, "Download", run, {0: entry}, waits=[self.mark(lane)], spoil=spoil)
+        self.put(self._peer(MASTER), task)
 
     def _recv(self, lane: Lane, command: c.Recv) -> None:
         self._apply(command)
@@ -484,6 +513,12 @@ def _goes_on(lane: Lane) -> bool:
         not isinstance(entry, Later) or entry.is_completed() or any(entry is each for each in made)
         for entry in task.reads.values()
     )
+
+
+def _makes(lane: Lane, entry: Entry) -> bool:
+    """Returns whether a task of the lane makes this entry."""
+    tasks = reversed(tuple(lane.order))  # at once: the lane's thread takes done ones out
+    return any(entry is promise for task in tasks for _, promise in (*task.outs, *task.writes))
 
 
 def _joins(lane: CudaLane) -> Run:
