@@ -249,6 +249,8 @@ def _other(value: Any, kind: int, key: list[Any], call: list[Any], out: int) -> 
             call.append(value)
         elif isinstance(value, torch.Tensor):
             return False
+        elif t is torch.SymInt:
+            return _other(int(value), kind, key, call, out)  # one that differs between ranks raises
         else:
             key.append(exact(value))  # a complex number is a static argument
     elif kind == LIST:

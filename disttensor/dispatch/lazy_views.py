@@ -90,6 +90,8 @@ def view(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     try:
         plan = entry.plans.get((h.meta, rest))
     except TypeError:
+        if any(type(a) is torch.SymInt for a in rest):  # a number of ranks: one that differs between them raises
+            return view(entry, (base, *[int(a) if type(a) is torch.SymInt else a for a in rest]), kwargs)
         return run_ordinary(entry, args, kwargs, None)
     if plan is None:
         plan = _view_plan(entry, args, kwargs, h.meta, rest)

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors.argument_checks import by_name_only
 from ..proxy.proxy import DistributedTensor
@@ -17,7 +18,11 @@ from ..runtime.process.tables import html
 from ..runtime.protocol.errors import DisttensorError
 from ..session import current
 from ..session.places import MeshPlace, NodePlace, Place, varied
+from .as_torch import device_mesh, world
 from .shards import together
+
+#: Within the class ``torch`` is a property.
+_Device: TypeAlias = torch.device
 
 
 class Mesh:
@@ -119,7 +124,7 @@ class Mesh:
         return len(self._place.members)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> _Device:
         """The device of the mesh's tensors. Raises DisttensorError for a mesh of an earlier session: its index may be
         another mesh's now."""
         if current.current() not in (None, self._place.session):
@@ -127,6 +132,25 @@ class Mesh:
                 f"{self} is of an earlier session, which was shut down; {self._place.made_by} makes it"
             )
         return self._place.device
+
+    @property
+    def torch(self) -> DeviceMesh:
+        """Torch's own DeviceMesh of these dims, for torch's functions that take one: the same each time.
+
+            >>> device_mesh = dt.mesh(dp=2).torch
+            >>> x = dt.shard(torch.tensor([1.0, 2.0]), dt.mesh(dp=2), dp=0)
+            >>> torch.distributed.all_reduce(x, group=device_mesh.get_group("dp"))
+            >>> x.cpu()
+            tensor([3.])
+
+        What it says of the rank that asks (``get_coordinate``, ``get_local_rank``) are numbers of all ranks. The first
+        one makes torch.distributed's default process group, until the mesh is closed or the session ends. Raises
+        DisttensorError where torch has another one, and for a mesh of an earlier session.
+        """
+        _ = self.device  # raises for a mesh of an earlier session
+        if self._whole is not None:
+            return self._whole.torch[self.names]
+        return device_mesh.of_place(self._place, self._dims)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -315,6 +339,8 @@ class Mesh:
             if not self._claim.closed:
                 self._claim.closed = True
                 self._place.session.places.close_mesh(self._place)
+                if self._place.claims <= 0:
+                    world.end_world(self._place)
 
 
 #: What torch's DeviceMesh says of the rank that asks.

@@ -18,9 +18,9 @@ from ..runtime.process import torch_switches
 from ..runtime.protocol.errors import DisttensorError
 
 #: The moments at which rows are installed: when torch gets the device's name, at the first session, and when a program
-#: first uses torch.compile, FSDP, ``with dt.node(1)``, a recording or a profile.
-IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING = (
-    "import", "session", "compiling", "sharding", "elsewhere", "recording", "profiling",
+#: first uses torch.compile, FSDP, ``with dt.node(1)``, a recording, a profile or ``mesh.torch``.
+IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING, DEVICE_MESH = (
+    "import", "session", "compiling", "sharding", "elsewhere", "recording", "profiling", "device_mesh",
 )  # fmt: skip
 
 
@@ -42,6 +42,8 @@ _ONE_ACCELERATOR = "more than one accelerator in a process, or an out-of-tree ba
 _LOCAL = "torch_backend.keep_local_accelerator"
 _BY_DEVICE = "collectives that ask the tensors' device"
 _DISTRIBUTED = "torch_backend.torch_distributed"
+_AS_TORCH = "meshes.as_torch"
+_NO_RANK = "a DeviceMesh of a program that is no rank"
 
 PATCHES: tuple[Patch, ...] = (
     # ---- when torch has the device's name (torch_backend/naming.py)
@@ -291,6 +293,11 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn.DataParallel of a local module would spread it over nodes, and refuses it as it is local",
         _ONE_ACCELERATOR,
     ),
+    Patch(
+        "torch.distributed.device_mesh.DeviceMesh._setup_world_group_and_device",
+        f"{_AS_TORCH}.made_by_torch:setting_up", SESSION,
+        "init_device_mesh('node', ...) in the script would ask for the environment of a rank", _NO_RANK,
+    ),
     # ---- with torch.distributed.fsdp (torch_backend/register.py)
     *(
         Patch(
@@ -319,6 +326,23 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.optim.*._get_value", "graphs.optimizer_steps:get_value", RECORDING,
         "an optimizer's count of its steps is a number that each replay gives anew", "capturable optimizers everywhere",
+    ),
+    # ---- with the first mesh.torch (meshes/as_torch/world.py)
+    Patch(
+        "torch.distributed.device_mesh.DeviceMesh._init_one_process_group", f"{_AS_TORCH}.device_mesh:making_groups",
+        DEVICE_MESH, "the script is in no line of ranks: a group has all lines along a dim", _NO_RANK,
+    ),
+    Patch(
+        "torch.distributed.device_mesh.DeviceMesh._compute_coordinate_on_dim", f"{_AS_TORCH}.device_mesh:coordinates",
+        DEVICE_MESH, "a coordinate is that of each rank, and no int", _NO_RANK,
+    ),
+    Patch(
+        "torch.distributed.device_mesh.DeviceMesh._get_mesh_tensor_from_full_mesh", f"{_AS_TORCH}.device_mesh:tables",
+        DEVICE_MESH, "the part of the ranks' table that each rank is in is a tensor on the mesh", _NO_RANK,
+    ),
+    Patch(
+        "torch.Tensor._wrapped_number", f"{_AS_TORCH}.rank_numbers:refusing_operands", DEVICE_MESH,
+        "a local tensor plus a number of ranks would be that plus 7777777", "an error there", adds=True,
     ),
     # ---- with the first profile (seeing/profile.py)
     Patch(

@@ -16,6 +16,7 @@ OTHERS = {
     "disttensor/cli/main.py::_run_by_mpi": "which launcher is the automatic one",
     "disttensor/dispatch/method_shortcuts.py::install": "methods of proxies, before there are any",
     "disttensor/futures/not_yet.py::": "methods of a class that is being made",
+    "disttensor/meshes/as_torch/rank_numbers.py::refusing_operands.put": "an attribute of torch's operand",
     "disttensor/nn/sharded.py::Sharded.to_plain": "parameters of a module",
     "disttensor/proxy/proxy.py::method.give": "methods of proxies that files above give them, at import",
     "disttensor/seeing/recording.py::Recording._add_listeners": "which recording has the parts with names",

@@ -16,6 +16,7 @@ from disttensor import torch_patches
 from disttensor.runtime.protocol.errors import DisttensorError
 from disttensor.torch_patches import (
     COMPILING,
+    DEVICE_MESH,
     ELSEWHERE,
     IMPORT,
     PATCHES,
@@ -39,6 +40,10 @@ NO_PATCH = {
     ("runtime/node/graphs/engines/child.py", "module.name"): "in the process that compiles, which ends then",
     ("disttensor/testing/__init__.py", "module.attribute"): "limits of ours",
     (
+        "disttensor/meshes/as_torch/world.py",
+        "distributed_c10d._world.default_pg",
+    ): "the default process group, as init_process_group sets it; ended as any",
+    (
         "runtime/node/process_groups.py",
         "dist.distributed_c10d._world.group_count",
     ): "a count by which ranks name their groups: nodes have made others before",
@@ -49,7 +54,7 @@ def is_whole(patch: Patch) -> bool:
     """Whether a row says when, why and what for, and names a function that is there."""
     module, _, function = patch.make.partition(":")
     there = callable(getattr(importlib.import_module(f"disttensor.{module}"), function, None))
-    when = patch.when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING)
+    when = patch.when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING, DEVICE_MESH)
     return there and when and len(patch.why) > 10 and bool(patch.wanted)
 
 
@@ -122,7 +127,7 @@ def test_it_all_goes_back(none_installed: None) -> None:
         return [vars(owner).get(name) for owner, name in found]
 
     before = seen()
-    for when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING):
+    for when in (IMPORT, SESSION, COMPILING, SHARDING, ELSEWHERE, RECORDING, PROFILING, DEVICE_MESH):
         torch_patches.install(when)
     assert len(torch_patches._undo) == len(before)
     assert seen() != before
