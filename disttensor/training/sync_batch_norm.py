@@ -11,9 +11,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from ..collectives import all_gather
 from ..collectives.over_dims import Over, groups
+from ..meshes.as_torch import world
+from ..meshes.as_torch.process_group import MeshGroup
 from ..proxy.proxy import where_is
 from ..runtime.process.spelling import shown
 from ..session.places import MeshPlace
@@ -21,7 +24,7 @@ from ..session.places import MeshPlace
 
 def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the layer's forward pass, which on a mesh takes the statistics of a batch over all ranks; or over those
-    along dims, where the layer's ``process_group`` is the name of a dim or several.
+    along dims, where the layer's ``process_group`` is the name of a dim or several, or torch's group of one.
 
     It raises TypeError for another ``process_group``, ValueError for an unknown dim.
     """
@@ -29,6 +32,8 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def forward(self: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
         place = where_is(input)
+        if place is None and world.found() is not None:  # torch would look for the mesh's other ranks
+            return BatchNorm.forward(self, input)
         # a node's batch is the whole batch
         if not (self.training and isinstance(place, MeshPlace) and input.numel()):
             return original(self, input)  # type: ignore[no-any-return]
@@ -45,14 +50,16 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _over(group: Any, place: MeshPlace) -> Over:
     if group is None:
         return tuple(place.dims)
+    if isinstance(group, MeshGroup) and group.place is place.origin and group.over:
+        return group.over
     if isinstance(group, str) or (
         isinstance(group, (tuple, list)) and group and all(isinstance(name, str) for name in group)
     ):
         return group
     raise TypeError(
         f"SyncBatchNorm on {place}: process_group is the name of a dim of the mesh, or several, along which the ranks "
-        f"have the statistics of a batch together ({', '.join(place.dims)}), or None for all ranks; it "
-        f"is {shown(group)}"
+        f"have the statistics of a batch together ({', '.join(place.dims)}), mesh.torch.get_group(dim), or None for "
+        f"all ranks; it is {shown(group)}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -343,6 +346,35 @@ def test_a_barrier_waits_for_no_rank_of_the_script() -> None:
 # ---- plain local programs, with it and without
 
 
+def saved(**how: Any) -> Any:
+    """What torch.distributed.checkpoint has written and read."""
+    found = {"a": torch.zeros(2)}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save({"a": torch.ones(2)}, checkpoint_id=folder, **how)
+        checkpoint.load(found, checkpoint_id=folder, **how)
+    return found["a"].tolist()
+
+
+def written_by_torch() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"a": torch.ones(2)}, f"{folder}/x")
+        return torch.load(f"{folder}/x")["a"].tolist()
+
+
+def synchronized() -> Any:
+    layer = torch.nn.SyncBatchNorm(2)
+    out = layer(torch.arange(8.0).view(4, 2))
+    return out.tolist(), layer.running_mean.tolist(), layer.num_batches_tracked.item()  # type: ignore[union-attr]
+
+
+def model_state() -> Any:
+    return sorted(state_dict.get_model_state_dict(torch.nn.Linear(2, 2)))
+
+
+def compiled() -> Any:
+    return torch.compile(torch.nn.ReLU(), backend="eager")(torch.ones(2)).tolist()
+
+
 def loader() -> Any:
     return [x.tolist() for (x,) in DataLoader(TensorDataset(torch.arange(6)), batch_size=4)]
 
@@ -351,14 +383,44 @@ def sampled() -> Any:
     return list(DistributedSampler(TensorDataset(torch.arange(6)), num_replicas=2, rank=1, shuffle=False))
 
 
-@pytest.mark.parametrize("program", [loader, sampled])
+@pytest.mark.filterwarnings("ignore:.*(single process|TypedStorage|non-distributed)")
+@pytest.mark.parametrize(
+    "program",
+    [
+        loader,
+        sampled,
+        synchronized,
+        written_by_torch,
+        model_state,
+        compiled,
+        lambda: saved(no_dist=True),
+    ],
+)
 def test_local_programs_are_as_without(program: Callable[[], Any]) -> None:
     without = program()
     _ = grid().torch
     assert program() == without
 
 
-def test_a_sampler_of_the_scripts_own_rank() -> None:
+@pytest.mark.parametrize(
+    "program",
+    [saved, lambda: list(DistributedSampler(TensorDataset(torch.arange(6))))],
+    ids=["torch.distributed.checkpoint", "DistributedSampler"],
+)
+def test_local_programs_that_ask_for_the_scripts_rank(program: Callable[[], Any]) -> None:
     _ = grid().torch
-    with pytest.raises(RanksDiffer, match="another one on each rank"):
-        list(DistributedSampler(TensorDataset(torch.arange(6))))
+    with pytest.raises(RanksDiffer, match=r"another one on each rank.*destroy_process_group\(\) ends"):
+        program()
+
+
+def test_a_local_model_is_no_replica_of_the_ranks() -> None:
+    _ = grid().torch
+    with pytest.raises(TypeError, match="the script's own"):
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_statistics_of_a_batch_go_along_the_group() -> None:
+    m, rows = grid(), torch.randn(8, 3)
+    layers = [torch.nn.SyncBatchNorm(3, process_group=group).to(m.device) for group in ("dp", m.torch.get_group("dp"))]
+    by_name, by_group = (at_ranks(layer(dt.shard(rows, m, dp=0))) for layer in layers)
+    assert by_group == by_name

@@ -65,10 +65,15 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         return f"<process group of {self.size()} ranks along {self._dims()} of {self.place}>"
 
     def _dims(self) -> str:
+        return ", ".join(self.over) or "several dims"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The names of the dims that it goes along, as collectives of ours take them; none where no names say that."""
         for name, lines in self.place.axes.items():
             if lines == self.lines:
-                return name
-        return ", ".join(self.place.dims) if len(self.lines) == 1 else "several dims"
+                return (name,)
+        return tuple(self.place.dims) if len(self.lines) == 1 else ()
 
     # ---- what torch asks
 

@@ -174,7 +174,8 @@ class RankNode:
             f"this number is another one on each rank of {self.place} ({self._str()}), and the script, which is none "
             f"of them, would need one for all. mesh.coordinate({over!r}) is a tensor that has each rank's coordinate, "
             "x.at(...) a rank's part of a tensor, and dt.run(fn, node=mesh, distributed=True) runs a function as each "
-            "rank"
+            "rank. For what has nothing to do with the mesh, torch.distributed.destroy_process_group() ends the "
+            "process group that mesh.torch has made"
         )
 
     def maybe_as_int(self) -> Number | None:
