@@ -68,8 +68,9 @@ class Mesh:
             if name in _OF_A_RANK:
                 raise AttributeError(
                     f"a mesh has no attribute {name!r}, which each rank has another of, and the script is none: "
-                    f"mesh.coordinate({self.names[0]!r}) has the ranks' coordinates, and in a function of dt.run(fn, "
-                    f"node=mesh, distributed=True) dt.tasks.device_mesh().{name} is that rank's"
+                    f"mesh.coordinate({self.names[0]!r}) has the ranks' coordinates, mesh.torch.{name} is for torch's "
+                    "functions and for all of them, and in a function of dt.run(fn, node=mesh, distributed=True) "
+                    f"dt.tasks.device_mesh().{name} is that rank's"
                 )
             public = [known for known in dir(type(self)) if not known.startswith("_")]
             raise AttributeError(f"a mesh has no attribute {name!r}{did_you_mean(name, public)}")

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import disttensor as dt
@@ -375,6 +376,12 @@ def compiled() -> Any:
     return torch.compile(torch.nn.ReLU(), backend="eager")(torch.ones(2)).tolist()
 
 
+def traced() -> Any:
+    """A program whose operand is a size that torch traces."""
+    graph = make_fx(lambda x: x + x.shape[0] * x, tracing_mode="symbolic")(torch.ones(3))
+    return graph(torch.ones(5)).tolist()
+
+
 def loader() -> Any:
     return [x.tolist() for (x,) in DataLoader(TensorDataset(torch.arange(6)), batch_size=4)]
 
@@ -390,6 +397,7 @@ def sampled() -> Any:
         loader,
         sampled,
         synchronized,
+        traced,
         written_by_torch,
         model_state,
         compiled,

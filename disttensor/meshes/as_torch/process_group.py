@@ -283,6 +283,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
             )
         # a mesh's twin, or view, is the same place; a node, and another mesh, are others
         if place.origin is not self.place:
+            # lists are of tensors on single nodes
             one = "" if isinstance(place, MeshPlace) else "; dt.collectives takes lists of tensors on single nodes"
             raise TypeError(
                 f"torch.distributed.{what} with a {self!r}: this tensor is on {place}; x.to(mesh.device) has it on all "
