@@ -33,13 +33,16 @@ class Bucket:
     def __init__(self, named: Sequence[Named]) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [
-            part.view(parameter.shape) for part, parameter in zip(self.flat.split(sizes), self.parameters, strict=True)
-        ]
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views = self.split(self.flat)
         self.begin_backward()
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of a flat tensor, one of each parameter's shape."""
+        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
     def begin_backward(self) -> None:
         """Begins a backward pass: no gradient is there yet."""
@@ -72,6 +75,42 @@ class Bucket:
         parameter.grad = view
 
 
+class GradBucket:
+    """The bucket that a communication hook gets, by the methods of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: Bucket, index: int, last: bool) -> None:
+        self._bucket, self._index, self._last = bucket, index, last
+        self.result: torch.Tensor = bucket.flat
+
+    def index(self) -> int:
+        """Returns the bucket's place among the buckets, in the order of a backward pass."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Returns whether this is the last bucket of the pass."""
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        """Returns the flat tensor of all gradients."""
+        return self.result
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the tensor that ``buffer`` returns."""
+        self.result = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients, which are views of ``buffer``."""
+        return self._bucket.split(self.result)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters whose gradients these are, in the same order."""
+        return self._bucket.parameters
+
+
+#: A hook of ``register_comm_hook``: takes the state and a bucket, returns the future of the reduced flat tensor.
+CommHook = Callable[[Any, Any], Any]
+
+
 class Buckets:
     """The buckets of a module's gradients. Hooks of the parameters fill them in a backward pass."""
 
@@ -93,6 +132,7 @@ class Buckets:
         self._share = 1 / accumulate if op == "avg" and accumulate > 1 else None
         #: a number for each rank, by which its gradients count in their sum; None: all count the same
         self._weights: torch.Tensor | None = None
+        self.hook: tuple[Any, CommHook] | None = None  #: what reduces a bucket in the place of a collective of ours
         self.held = False  #: backward passes reduce nothing
         self._task = -1  #: autograd's number of the last backward pass; later ones have higher numbers
         self._open = self._reduces = False
@@ -167,10 +207,35 @@ class Buckets:
             bucket.flat.mul_(share)
         bucket.issued = True
         self._left -= 1
-        if self._overlap and self._left and route.get().recorder is None:
+        if self.hook is not None:
+            self._reduce_by_hook(bucket, *self.hook)
+        elif self._overlap and self._left and route.get().recorder is None:
             self._under_way.append(self._reduce(bucket.flat, async_op=True))
         else:
             self._reduce(bucket.flat)
+
+    def _reduce_by_hook(self, bucket: Bucket, state: Any, hook: CommHook) -> None:
+        """Has a bucket be what the hook's future has. Raises TypeError and ValueError for another result."""
+        future = hook(state, GradBucket(bucket, self._buckets.index(bucket), not self._left))
+        name = getattr(hook, "__qualname__", repr(hook))
+        if not isinstance(future, torch._C.Future):  # `then` returns one of these, which torch.futures.Future is, too
+            raise TypeError(
+                f"DataParallel: the communication hook {name} returns a torch.futures.Future of the bucket's tensor, "
+                f"not {type(future).__name__}"
+            )
+        result = future.wait()
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(
+                f"DataParallel: the future of the communication hook {name} has {type(result).__name__}, not a tensor; "
+                "future.then(lambda it: it.value()[0]) takes the first of a list"
+            )
+        if result.numel() != bucket.flat.numel() or result.device != bucket.flat.device:
+            raise ValueError(
+                f"DataParallel: the communication hook {name} has {result.numel()} numbers on {result.device}, and the "
+                f"bucket {bucket.flat.numel()} on {bucket.flat.device}"
+            )
+        if result is not bucket.flat:
+            bucket.flat.copy_(result.view(-1))
 
 
 def _hook(came: Callable[[Bucket, int], None], bucket: Bucket, at: int) -> Callable[[Any], None]:

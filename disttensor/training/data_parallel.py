@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.spelling import shown
 from .batches import shares_of
-from .buckets import Buckets
+from .buckets import Buckets, CommHook
 from .named import Named, dims, limit_of, not_parts, on_a_mesh, place_of, without
 
 
@@ -102,7 +102,7 @@ class DataParallel(torch.nn.Module):
             trained, limit_of(bucket_mb, "DataParallel"), self.over, op, overlap, accumulate, transport
         )
         self._shares: tuple[float, ...] | None = None
-        self._op = op
+        self._op, self._transport = op, transport
         self.shares = shares
         self._holding = False
         self._spoilt = False  #: buffers may differ, since a pass that reduces went before
@@ -141,6 +141,38 @@ class DataParallel(torch.nn.Module):
         finally:
             self._holding = before
 
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Reduces gradients by a communication hook of DistributedDataParallel from now on, in the place of ``op``.
+
+        Each full bucket goes to ``hook(state, bucket)``, whose tensors are on the mesh. The hook returns a
+        ``torch.futures.Future`` of the reduced flat tensor. Those of torch.distributed.algorithms.ddp_comm_hooks call
+        collectives of ``mesh.torch``, which has to be made before, and take a process group as their state or in it:
+        ``mesh.torch.get_group("dp")``. None is the group of all ranks of the mesh. (torch's method.)
+
+            >>> model.register_comm_hook(mesh.torch.get_group("dp"), default_hooks.fp16_compress_hook)
+
+        Raises TypeError for a hook that can't be called, RuntimeError where there is a hook already, ValueError with
+        ``shares`` or ``transport``, both of which are of the collective that the hook replaces.
+        """
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook takes a function of a state and a bucket, not {shown(hook)}")
+        if self._buckets.hook is not None:
+            raise RuntimeError("register_comm_hook: this DataParallel has a hook, and takes one only")
+        if self._transport is not None or self._shares is not None:
+            what = "transport" if self._transport is not None else "shares"
+            raise ValueError(f"register_comm_hook: {what} is of the collective that a hook replaces; leave it out")
+        self._buckets.hook = state, hook
+
+    def join(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises TypeError: the script cuts each batch, so no rank ends before the others."""
+        raise TypeError(
+            "DataParallel: torch's Join is for ranks that each run out of batches by themselves, and here one script "
+            "cuts each batch for all of them. dt.data.Loader has the last batch, too, and `model.shares = "
+            "loader.counts` weighs ranks that have fewer samples of it"
+        )
+
+    join_hook = join
+
     @property
     def shares(self) -> tuple[float, ...] | None:
         """The numbers of samples of the ranks along ``over``, in their order. None: all have as many.
@@ -159,6 +191,8 @@ class DataParallel(torch.nn.Module):
         found = None if shares is None else _checked_shares(shares, self._op, self.mesh, self.over)
         if found == self._shares:
             return
+        if self._buckets.hook is not None:
+            raise ValueError("DataParallel: shares weigh the collective that register_comm_hook has replaced")
         if self._buckets.added:
             raise RuntimeError(
                 "DataParallel: shares change, and gradients of a backward pass with the others have not been reduced "
