@@ -170,6 +170,14 @@ def test_an_operation(name: str, operands: Operands) -> None:
     assert min(counts) == expected
 
 
+@pytest.mark.parametrize("name", ["x * 2", "x * 2, with gradients"])
+def test_an_operation_costs_what_it_cost_before_a_mesh_was_torchs(name: str, operands: Operands) -> None:
+    """Torch asks the operand that it makes of a number for the SymInt behind it, which may be one of ranks."""
+    _ = dt.mesh(dp=2).torch
+    function, expected = OPERATIONS[name]
+    assert min([opcodes(function, operands) for _ in range(WARM + TIMES)][WARM:]) == expected
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question(monkeypatch: pytest.MonkeyPatch, name: str, operands: Operands) -> None:
     """What is around the exchange makes a small download as cheap as a value."""

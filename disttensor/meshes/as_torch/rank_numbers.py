@@ -20,6 +20,8 @@ import torch
 from ...runtime.protocol.errors import DisttensorError, RanksDiffer
 from ...session.places import MeshPlace
 
+#: The attribute of an operand that has the SymInt of which torch has made it.
+_OPERAND = "_disttensor_wrapped_number"
 #: How many of the different numbers an error, or a number in print, shows.
 _SHOWN = 3
 
@@ -31,7 +33,7 @@ _OF_A_DIM = (
 )
 _TO_ANOTHER = "dt.collectives.permute_ranks(x, over=..., by=1) sends each rank's tensor to another"
 _OBJECTS = "an object of the script goes to a function on each rank as an argument: dt.run(fn, obj, node=mesh)"
-#: What to write in the place of functions of torch's that ask which rank they are on.
+#: What to write in the place of functions of torch.distributed that ask which rank they are on.
 INSTEAD = {
     "send": _TO_ANOTHER,
     "recv": _TO_ANOTHER,
@@ -52,6 +54,16 @@ INSTEAD = {
     "new_subgroups_by_enumeration": _OF_A_DIM,
     "split_group": _OF_A_DIM,
     "shrink_group": "dt.mesh(nodes=[...]) is made of any nodes",
+    "nn.functional._Broadcast": "torch.distributed._functional_collectives.broadcast has its gradient, too",
+    "nn.functional.gather": "torch.distributed.nn.functional.all_gather gives all of them what one would have",
+    "nn.functional.scatter": "dt.shard(t, mesh, dp=0) cuts a tensor for them, and has a gradient",
+    "optim.ZeroRedundancyOptimizer": "dt.fully_shard(model, mesh) has an optimizer's state, too, in parts",
+}
+#: The modules that these are in, and what the names have in front.
+_MODULES = {
+    "torch.distributed.distributed_c10d": "",
+    "torch.distributed.nn.functional": "nn.functional.",
+    "torch.distributed.optim.zero_redundancy_optimizer": "optim.",
 }
 
 
@@ -77,28 +89,26 @@ def _called() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     found = None
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch", "disttensor")):
-        if frame.f_globals["__name__"] == "torch.distributed.distributed_c10d" and frame.f_code.co_name in INSTEAD:
-            found = frame.f_code.co_name
+        front = _MODULES.get(frame.f_globals["__name__"])
+        if front is not None and (name := front + frame.f_code.co_qualname.partition(".")[0]) in INSTEAD:
+            found = name
         frame = frame.f_back
     return found
 
 
 def refusing_operands(original: object) -> property:
     """Returns ``torch.Tensor._wrapped_number``, which torch sets where it makes an operand of a SymInt, as in
-    ``x + s``: that of ranks is refused there. On a local tensor torch would compute with 7777777 in its place."""
+    ``x + s``: that of ranks is refused there. On a local tensor torch would compute with 7777777 in its place.
 
-    def get(self: torch.Tensor) -> object:
-        try:
-            return vars(self)["_wrapped_number"]
-        except KeyError:
-            raise AttributeError("_wrapped_number") from None
+    Torch asks for it at each operation with a number whose gradient is recorded. So what looks it up is C, not Python.
+    """
 
     def put(self: torch.Tensor, value: object) -> None:
         if numbers_of(value) is not None:
             value.node.guard_int()  # type: ignore[attr-defined]  # raises
-        vars(self)["_wrapped_number"] = value
+        setattr(self, _OPERAND, value)
 
-    return property(get, put)
+    return property(operator.attrgetter(_OPERAND), put)
 
 
 def _each(function: Callable[..., Any]) -> Callable[..., RankNode]:
