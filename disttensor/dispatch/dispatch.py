@@ -212,6 +212,11 @@ def run(entry: OpEntry, args: tuple[Any, ...], kwargs: dict[str, Any], place: Pl
         if len(commands) >= box.limit:
             plan.place.session.flush(box)
         return result
+    except TypeError:
+        for value in tree_leaves((args, kwargs)):
+            if type(value) is torch.SymInt:  # it has no hash: one that differs between ranks raises
+                int(value)
+        raise
     finally:
         if taken is not None:
             taken.lock.release()

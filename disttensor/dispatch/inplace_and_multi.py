@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..proxy.meta import Handle, Meta, Shared, new_ref
+from ..proxy.meta import APART, Handle, Meta, Shared, new_ref
 from ..proxy.proxy import DistributedTensor, alias, proxy, set_geometry
 from ..runtime.node.geometry import expected
 from ..runtime.protocol import codec
@@ -111,8 +111,12 @@ def first(entry: OpEntry, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, A
 
 def checked(made: Sequence[Meta], written: Sequence[Meta] = ()) -> Make:
     """Returns a constructor of first calls, which carry the geometry of the tensors that they make and write; of plain
-    ones for so many tensors that their geometry may not fit into a message: those are not compared."""
-    if sum(_DESCRIBED + _PER_DIM * len(m.shape) for m in (*made, *written)) > codec.MAX_MESSAGE // 2:
+    ones for so many tensors that their geometry may not fit into a message, or at other offsets on each rank: those are
+    not compared."""
+    if (
+        any(m.offset >= APART for m in (*made, *written))
+        or sum(_DESCRIBED + _PER_DIM * len(m.shape) for m in (*made, *written)) > codec.MAX_MESSAGE // 2
+    ):
         return c.Call
     kinds = {meta: i for i, meta in enumerate(dict.fromkeys([*made, *written]))}
     gives, keeps = tuple(kinds[m] for m in made), tuple(kinds[m] for m in written)

@@ -3,16 +3,17 @@ never used."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..proxy.meta import Busy, Handle, Lazy, Meta, meta_like, new_ref
+from ..proxy.meta import APART, Busy, Handle, Lazy, Meta, meta_like, new_ref
 from ..proxy.proxy import DistributedTensor, alias
 from ..runtime.master.command_queue import CommandQueue
 from ..runtime.master.route import Tap, route
 from ..runtime.protocol import commands as c
-from ..runtime.protocol.errors import DisttensorError
+from ..runtime.protocol.errors import DisttensorError, RanksDiffer
 from . import meta_inference
 from .asking import make_room
 from .call_site import here
@@ -77,6 +78,18 @@ def _materialise_bases(handle: Handle | None) -> None:
         materialise(chain.pop())
 
 
+#: Makes views at numbers of ranks: set by meshes/, above.
+_by_rank: list[Callable[[OpEntry, DistributedTensor, tuple[Any, ...]], Any]] = []
+
+
+def views_by_rank(
+    fn: Callable[[OpEntry, DistributedTensor, tuple[Any, ...]], Any],
+) -> Callable[[OpEntry, DistributedTensor, tuple[Any, ...]], Any]:
+    """Registers ``fn(entry, base, rest)``, which makes a view for whose operator some arguments are SymInts."""
+    _by_rank[:] = [fn]
+    return fn
+
+
 @handles("view")
 def view(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     """Makes a lazy view, which costs no command until it is used."""
@@ -90,8 +103,8 @@ def view(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     try:
         plan = entry.plans.get((h.meta, rest))
     except TypeError:
-        if any(type(a) is torch.SymInt for a in rest):  # a number of ranks: one that differs between them raises
-            return view(entry, (base, *[int(a) if type(a) is torch.SymInt else a for a in rest]), kwargs)
+        if any(type(a) is torch.SymInt for a in rest):  # a number of ranks
+            return _by_rank[0](entry, base, rest)
         return run_ordinary(entry, args, kwargs, None)
     if plan is None:
         plan = _view_plan(entry, args, kwargs, h.meta, rest)
@@ -117,6 +130,12 @@ def _view_plan(entry: OpEntry, args: Any, kwargs: Any, meta: Meta, rest: tuple[A
     """Returns the plan of a view; None for calls that `run` has to issue: views that give lists, local operands."""
     if any(isinstance(v, torch.Tensor) for v in rest):
         return None
+    # where a tensor lies in memory that starts elsewhere on each rank, is known to the ranks
+    if entry.name == "aten::as_strided" and len(rest) > 2 and (rest[2] or 0) >= APART:
+        raise RanksDiffer(
+            f"{entry.name}: each rank of {meta.place} has this tensor at another offset of its memory, and one is "
+            "given for all; without a storage_offset it is the tensor's own"
+        )
     place = meta.place
     result = meta_inference.infer(entry.op, meta_inference.stand_ins(args, DistributedTensor), kwargs)
     if not isinstance(result, torch.Tensor):

@@ -18,7 +18,7 @@ from ..runtime.master.route import Route, route
 from ..runtime.protocol.errors import NodeLost
 from .meta_inference import unwarned
 from .op_plan import OpEntry
-from .trial import end_of_memory
+from .trial import end_of_memory, start_of_memory
 
 #: The bytes, at most, of the memory in which the operands of a rehearsal lie.
 _LARGE = 1 << 28
@@ -74,6 +74,6 @@ def _filled(tree: Any, value: int) -> Any:
 def _like(tensor: DistributedTensor, value: int) -> torch.Tensor:
     meta: Meta = tensor._h.meta
     memory = quietly("full", (end_of_memory(meta),), value, dtype=meta.dtype, device=str(tensor.device))
-    laid = memory.as_strided(meta.shape, meta.stride, meta.offset)
+    laid = memory.as_strided(meta.shape, meta.stride, start_of_memory(meta))
     laid = laid.conj() if meta.bits[0] else laid
     return torch._neg_view(laid) if meta.bits[1] else laid

@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..proxy.meta import Meta, contiguous, quietly, set_bits
+from ..proxy.meta import APART, Meta, contiguous, quietly, set_bits
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.heard import heard
 from .meta_inference import unwarned
@@ -148,7 +148,7 @@ def refusal_of_overlap(op: OpOverload, args: Any, kwargs: Any, root: Callable[[A
         if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
             memory.zero_()
         memory = memory[: memory.numel() // meta.dtype.itemsize * meta.dtype.itemsize].view(meta.dtype)
-        return set_bits(memory.as_strided(meta.shape, meta.stride, meta.offset), meta.bits)
+        return set_bits(memory.as_strided(meta.shape, meta.stride, start_of_memory(meta)), meta.bits)
 
     args, kwargs = tree_map(laid, (args, kwargs))
     try:
@@ -163,17 +163,25 @@ def refusal_of_overlap(op: OpOverload, args: Any, kwargs: Any, root: Callable[[A
 
 def overlap(a: Meta, b: Meta) -> bool:
     """Returns whether two tensors in the same memory have elements in common, as far as torch looks: dense ones."""
+    if (a.offset >= APART) is not (b.offset >= APART):  # each rank looks at its own
+        return False
     if any(m.numel == 0 or not torch._prims_common.is_non_overlapping_and_dense_or_false(m.stand_in) for m in (a, b)):
         return False
-    ranges = [(m.offset * m.dtype.itemsize, end_of_memory(m) * m.dtype.itemsize) for m in (a, b)]
+    ranges = [(start_of_memory(m) * m.dtype.itemsize, end_of_memory(m) * m.dtype.itemsize) for m in (a, b)]
     return ranges[0][0] < ranges[1][1] and ranges[1][0] < ranges[0][1]
+
+
+def start_of_memory(meta: Meta) -> int:
+    """Returns how many elements the memory has before a tensor's first one; of one that starts elsewhere on each rank
+    of a mesh, from where it starts."""
+    return meta.offset % APART
 
 
 def end_of_memory(meta: Meta) -> int:
     """Returns how many elements the memory has up to a tensor's last one."""
     if not meta.numel:
-        return meta.offset
-    return meta.offset + 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+        return start_of_memory(meta)
+    return start_of_memory(meta) + 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
 
 
 def _run(op: OpOverload, args: Any, kwargs: Any, sizes: dict[int, int], value: int, device: str) -> Any:
@@ -199,7 +207,7 @@ def _tensor(meta: Meta, sizes: dict[int, int], value: int, device: str) -> torch
         made = quietly("empty_strided", shape, stride, dtype=meta.dtype, device=device).fill_(value)
     else:
         memory = quietly("full", (end_of_memory(meta),), value, dtype=meta.dtype, device=device)
-        made = memory.as_strided(shape, meta.stride, meta.offset)
+        made = memory.as_strided(shape, meta.stride, start_of_memory(meta))
     return set_bits(made, meta.bits) if any(meta.bits) else made
 
 
@@ -218,6 +226,6 @@ def _alike(made: Any, taken: Any) -> bool:
     known = [v for v in tree_leaves(taken) if isinstance(v, Meta)]
     return len(found) == len(known) and all(
         (tuple(m.shape), m.stride(), m.storage_offset(), m.dtype, m.is_conj(), m.is_neg())
-        == (t.shape, t.stride, t.offset, t.dtype, *t.bits)
+        == (t.shape, t.stride, start_of_memory(t), t.dtype, *t.bits)
         for m, t in zip(found, known, strict=True)
     )

@@ -43,6 +43,9 @@ caches.places(_contiguous.clear)
 _PLAIN = (False, False)
 _proxies: list[type] = []
 
+#: The offset of a tensor that starts elsewhere in its memory on each rank of a mesh; that of a view of it is larger.
+APART = 1 << 40
+
 #: The bytes that tensors which the script has dropped may hold on a node, beyond what the same program takes with local
 #: torch. A tensor of so much of it that a message of commands could exceed it is *large*: before the command that makes
 #: one, the node is told of all that was dropped.

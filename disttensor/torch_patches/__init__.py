@@ -43,6 +43,7 @@ _LOCAL = "torch_backend.keep_local_accelerator"
 _BY_DEVICE = "collectives that ask the tensors' device"
 _DISTRIBUTED = "torch_backend.torch_distributed"
 _AS_TORCH = "meshes.as_torch"
+_DTENSOR = "torch.distributed.tensor"
 _NO_RANK = "a DeviceMesh of a program that is no rank"
 
 PATCHES: tuple[Patch, ...] = (
@@ -343,6 +344,55 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.Tensor._wrapped_number", f"{_AS_TORCH}.rank_numbers:refusing_operands", DEVICE_MESH,
         "a local tensor plus a number of ranks would be that plus 7777777", "an error there", adds=True,
+    ),
+    Patch(
+        "torch.sym_ite", f"{_AS_TORCH}.rank_numbers:choosing", DEVICE_MESH,
+        "one of two numbers, by what is true on each rank: torch asks for nodes of its own class",
+        "as for other operators",
+    ),
+    Patch(
+        f"{_DTENSOR}.placement_types.Shard.local_shard_size_and_offset", f"{_AS_TORCH}.dtensor:sizes_of_parts",
+        DEVICE_MESH, "parts of several sizes are refused in words", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}.placement_types.Shard._maybe_unpad_tensor_with_sizes", f"{_AS_TORCH}.dtensor:without_padding",
+        DEVICE_MESH, "a rank's padding is looked up in a list", _NO_RANK,
+    ),
+    *(
+        Patch(
+            f"{_DTENSOR}.{module}.mesh_scatter", f"{_AS_TORCH}.dtensor:scattering", DEVICE_MESH,
+            "one rank calls another function than the others", _NO_RANK,
+        )
+        for module in ("_collective_utils", "placement_types")
+    ),
+    Patch(
+        f"{_DTENSOR}.placement_types._MaskPartial._mask_tensor", f"{_AS_TORCH}.dtensor:masking", DEVICE_MESH,
+        "indices are compared with where a rank's part starts", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}._random.OffsetBasedRNGTracker.__init__", f"{_AS_TORCH}.dtensor:tracking", DEVICE_MESH,
+        "it asks for the generator of a rank's device", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}._random.OffsetBasedRNGTracker._distribute_region", f"{_AS_TORCH}.dtensor:drawing", DEVICE_MESH,
+        "ranks with the same part draw the same numbers: nodes have generators for that", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}._api._dtensor_init_helper", f"{_AS_TORCH}.dtensor:made_on_the_mesh", DEVICE_MESH,
+        "a DeviceMesh knows the type of its device, which would be node 0", "a device for a DeviceMesh",
+    ),
+    Patch(
+        f"{_DTENSOR}.DTensor.__repr__", f"{_AS_TORCH}.dtensor:printing", DEVICE_MESH,
+        "a tensor of no dimension prints as one number, and ranks have different ones", "repr() of the local tensor",
+    ),
+    Patch(
+        f"{_DTENSOR}.DTensor.item", f"{_AS_TORCH}.dtensor:reading", DEVICE_MESH,
+        "the value of a sum to come is that of none of its parts", "an error there",
+    ),
+    Patch(
+        "torch.distributed._functional_collectives._maybe_wrap_tensor", f"{_AS_TORCH}.dtensor:unwrapped", DEVICE_MESH,
+        "what a collective gives is a plain tensor: what comes next on the nodes comes after it",
+        "a word of the process group that nobody has to wait",
     ),
     # ---- with the first profile (seeing/profile.py)
     Patch(

@@ -199,7 +199,7 @@ class _After(Work[Any]):
 
     def __init__(self, written: DistributedTensor, value: Callable[[], Any]) -> None:
         probe = written.detach()
-        probe = probe.as_strided((min(probe.numel(), 1),), (1,), probe.storage_offset())
+        probe = probe.as_strided((min(probe.numel(), 1),), (1,))
         fetched = fetch(probe)
         super().__init__(fetched._session, written, cast(Arrival, fetched._transfer))
         self._result = value

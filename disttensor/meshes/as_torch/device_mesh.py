@@ -11,7 +11,7 @@ from torch.distributed import device_mesh
 from torch.distributed._mesh_layout import _MeshLayout
 
 from ...session.places import MeshPlace
-from . import functional, world
+from . import functional, rank_views, world
 from .rank_numbers import rank_number
 
 
@@ -71,4 +71,4 @@ def tables(original: Callable[..., Any]) -> Any:
     return staticmethod(get_mesh_tensor_from_full_mesh)
 
 
-__all__ = ["coordinates", "functional", "making_groups", "of_place", "tables"]
+__all__ = ["coordinates", "functional", "making_groups", "of_place", "rank_views", "tables"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 
+from ...collectives.over_dims import _pieces
 from ...dispatch.op_plan import OpEntry
 from ...dispatch.op_table import handler
 from .process_group import MeshGroup, check_group
@@ -78,6 +79,14 @@ def _broadcast(entry: OpEntry, args: Any, kwargs: Any) -> Any:
 def _all_to_all(entry: OpEntry, args: Any, kwargs: Any) -> Any:
     x, out_sizes, in_sizes, group = args
     return _group(entry, group, x).exchanged_single(x, out_sizes, in_sizes)
+
+
+@handler(torch.ops._dtensor.shard_dim_alltoall.default)
+def _shard_dim_alltoall(entry: OpEntry, args: Any, kwargs: Any) -> Any:
+    """Cuts a tensor in one dimension in the place of another."""
+    x, gather_dim, shard_dim, named = args
+    group = _group(entry, named, x)
+    return torch.cat(list(group.exchanged(_pieces(x.detach(), shard_dim, group.size()))), gather_dim)
 
 
 @handler(_ops.wait_tensor.default)

@@ -246,6 +246,13 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self._divides(x.shape[0], "reduce_scatter")
         return self.scattered(_pieces(x.detach(), 0, self.size()), op)
 
+    def scatter_parts(self, out: Any, pieces: Sequence[Any], root: int) -> None:
+        """Writes to ``out`` the piece that one rank in the line has for this one."""
+        self._mine("scatter", [out, *pieces])
+        self._long(pieces, "scatter")
+        call = _Call(self.lines, root=root)
+        call.issue("scatter", list(map(call.ready, pieces)), [out.detach()])
+
     def exchanged(self, pieces: Sequence[Any]) -> Sequence[Any]:
         """Returns what all ranks have for this one."""
         return _Exchange.forward(_Call(self.lines), *pieces)

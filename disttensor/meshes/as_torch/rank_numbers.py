@@ -12,6 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -111,6 +112,23 @@ def refusing_operands(original: object) -> property:
     return property(operator.attrgetter(_OPERAND), put)
 
 
+def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``torch.sym_ite``, which gives of each rank the one number or the other: torch asks for nodes of its own
+    class there."""
+
+    @wraps(original)
+    def sym_ite(b: Any, t: Any, f: Any) -> Any:
+        true = numbers_of(b)
+        if true is None:
+            return original(b, t, f)
+        values = [b.node.values_of(each.node) if hasattr(each, "node") else (each,) * len(true) for each in (t, f)]
+        return rank_number(
+            b.node.place, [one if is_true else other for is_true, one, other in zip(true, *values, strict=True)]
+        )
+
+    return sym_ite
+
+
 def _each(function: Callable[..., Any]) -> Callable[..., RankNode]:
     """Returns the operation of nodes that does ``function`` with the numbers of each rank."""
 
@@ -169,8 +187,17 @@ class RankNode:
             return self.values[0]
         self._refuse()
 
-    int_ = bool_ = guard_bool = guard_float = expect_true = expect_size = guard_int
-    guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = guard_int
+    int_ = bool_ = guard_bool = guard_float = expect_true = expect_size = guard_size_oblivious = guard_int
+
+    def guard_or_false(self, *where: Any) -> bool:
+        """Returns whether this is true of all ranks. Torch asks so where what it does for False is right for both."""
+        return all(self.values)
+
+    statically_known_true = guard_or_false
+
+    def guard_or_true(self, *where: Any) -> bool:
+        """Returns whether this is true of some rank. Torch asks so where what it does for True is right for both."""
+        return any(self.values)
 
     def _refuse(self) -> NoReturn:
         """Raises RanksDiffer, which says what to write in the place of torch's function that asked."""
