@@ -82,12 +82,6 @@ def right_or_refused(call: Callable[[], Any], wanted: list[torch.Tensor]) -> boo
     return True
 
 
-@pytest.mark.parametrize("to", PAIRS)
-@pytest.mark.parametrize("placements", PAIRS)
-def test_redistribute(placements: list[Any], to: list[Any]) -> None:
-    assert right_or_refused(lambda: distributed(placements).redistribute(grid().torch, to), parts(to))
-
-
 @pytest.mark.parametrize("placements", PAIRS)
 def test_what_is_made_of_a_tensor(placements: list[Any]) -> None:
     m = grid().torch

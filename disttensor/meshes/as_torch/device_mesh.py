@@ -47,6 +47,8 @@ def coordinates(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         here = world.found()
         if here is None:
             return original(self)
+        # torch remembers what a mesh's DTensors do, by what says that two meshes are one: another session's is none
+        self._thread_id = here.number
         ranks = range(len(here.place.members))
         full = self._layout.remap_to_tensor(self._rank_map)
         at: dict[int, list[int]] = {}

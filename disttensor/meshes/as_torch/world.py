@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -30,6 +31,7 @@ class MeshWorld:
 
     def __init__(self, place: MeshPlace) -> None:
         self.place = place
+        self.number = next(_numbers)  #: no other has it
         self._groups: dict[Groups, MeshGroup] = {}
         self._lines: dict[tuple[Any, ...], torch.Tensor] = {}
         self.meshes: dict[tuple[tuple[str, int], ...], Any] = {}  #: torch's, by their dims
@@ -137,3 +139,6 @@ def end_world(place: MeshPlace) -> None:
         dist.destroy_process_group()
     if _worlds and _worlds[0].place is place:  # the script may have ended them itself
         _worlds.clear()
+    random: Any = sys.modules.get("torch.distributed.tensor._random")
+    if random is not None and random._rng_tracker is not None and random._rng_tracker._device.type == "node":
+        random._rng_tracker = None
