@@ -33,7 +33,8 @@ def making_groups(original: Callable[..., Any]) -> Any:
         here = world.found()
         if here is None:
             return original(sub_layout, rank_map, *args, **kwargs)
-        lines = _MeshLayout([sub_layout]).remap_to_tensor(rank_map).tolist()
+        layout = sub_layout.nest() if hasattr(sub_layout, "nest") else _MeshLayout([sub_layout])  # nest: of torch 2.11
+        lines = layout.remap_to_tensor(rank_map).tolist()
         return here.group(tuple(sorted(map(tuple, lines)))).group_name
 
     return staticmethod(init_one_process_group)

@@ -46,8 +46,7 @@ class MeshWorld:
         found = self._groups.get(lines)
         if found is None:
             found = self._groups[lines] = MeshGroup(self.place, lines, f"disttensor_{next(_numbers)}")
-            name: Any = found.group_name
-            distributed_c10d._register_pg_in_world(found, "node", HashStore(), name, "node:node", _Ranks(found))
+            _register(found)
         return found
 
     def line(self, full: torch.Tensor) -> torch.Tensor:
@@ -58,6 +57,20 @@ class MeshWorld:
             at = {rank: line for line in full for rank in line.flatten().tolist()}
             found = self._lines[key] = together(self.place, [at[rank] for rank in range(len(self.place.members))])
         return found
+
+
+def _register(group: MeshGroup) -> None:
+    """Enters a process group in torch's tables, as torch's own functions do, which differ between its versions."""
+    tables: Any = distributed_c10d._world
+    name: Any = group.group_name
+    distributed_c10d._register_process_group(name, group)
+    tag = f"ptd:{name}"
+    tables.tags_to_pg.setdefault(tag, []).append(group)
+    for table, value in (
+        (tables.pg_map, ("node", HashStore())), (tables.pg_names, name), (tables.pg_backend_config, "node:node"),
+        (tables.pg_group_ranks, _Ranks(group)), (tables.pg_to_tag, tag),
+    ):  # fmt: skip
+        table[group] = value
 
 
 class _Ranks(dict[Any, Any]):
