@@ -67,6 +67,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "written": lambda x, s: written(x, s, lambda y: y.narrow(0, 3 * s, 3)),
     "a view of it written": lambda x, s: written(x, s, lambda y: y.narrow(0, 3 * s, 3)[1:].t()),
     "select written": lambda x, s: written(x, s, lambda y: y.select(1, s)),
+    "two of them": lambda x, s: written(x, s, lambda y: y.narrow(0, 2 * s, 2).add_(y.narrow(0, 2 * s + 2, 1))),
     "read and written": lambda x, s: written(x, s, lambda y: y.narrow(0, s, 2).add_(y.narrow(0, 4, 2))),
 }
 
@@ -133,8 +134,19 @@ def test_in_a_graph(s: Any) -> None:
             assert torch.equal(kept.shards()[rank].cpu(), x.shards()[rank].cpu().narrow(1, 3 * at, 1) * 2)
 
 
+def test_in_inference_mode(s: Any) -> None:
+    x = whole().to(grid().device)
+    with torch.inference_mode():
+        found = [x.narrow(0, 3 * s, 3), (x * 2).select(1, s)]
+        assert not found[0].is_inference()
+        wanted = [[whole().narrow(0, 3 * at, 3), (whole() * 2).select(1, at)] for at in AT]
+        for rank, of_rank in enumerate(wanted):
+            assert all(torch.equal(each.shards()[rank].cpu(), y) for each, y in zip(found, of_rank, strict=True))
+
+
 REFUSED: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "parts of several sizes": lambda x, s: x[:, s:],
+    "all of rank 0's": lambda x, s: x[:, s : s + 4],
     "a length": lambda x, s: x.narrow(0, 0, s + 1),
     "split": lambda x, s: x.split(s + 1),
     "chunk": lambda x, s: x.chunk(s + 1),

@@ -19,7 +19,7 @@ from ...dispatch.lazy_views import materialise, view, views_by_rank
 from ...dispatch.op_plan import MAX_PLANS, ONE, OpEntry, Plan
 from ...dispatch.op_table import enter, run_ordinary
 from ...proxy.meta import APART, Handle, meta_of, new_ref
-from ...proxy.proxy import DistributedTensor, proxy
+from ...proxy.proxy import DistributedTensor, alias
 from ...runtime.master.route import Route, route
 from ...runtime.protocol import commands as c
 from ...runtime.protocol.errors import DisttensorError, RanksDiffer
@@ -82,7 +82,7 @@ def part(entry: OpEntry, base: DistributedTensor, rest: tuple[Any, ...]) -> Any:
     commands += (call, here(3))
     if len(commands) >= box.limit:
         plan.place.session.flush(box)
-    made = proxy(Handle(out, plan.shapes))
+    made = alias(base, Handle(out, plan.shapes))
     return made if then is None else view(entry, (made, *then), {})
 
 

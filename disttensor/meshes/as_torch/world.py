@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, _register_process_group
 from torch.distributed import distributed_c10d
 
 from ... import torch_patches
@@ -63,7 +63,7 @@ def _register(group: MeshGroup) -> None:
     """Enters a process group in torch's tables, as torch's own functions do, which differ between its versions."""
     tables: Any = distributed_c10d._world
     name: Any = group.group_name
-    distributed_c10d._register_process_group(name, group)
+    _register_process_group(name, group)
     tag = f"ptd:{name}"
     tables.tags_to_pg.setdefault(tag, []).append(group)
     for table, value in (
