@@ -251,7 +251,7 @@ def test_ranks_with_the_same_part_draw_the_same(grid: dt.meshes.Mesh, draw: Any,
 
 
 def test_along_dims_in_one(grid: dt.meshes.Mesh) -> None:
-    found = shards(rand(8, 8, device_mesh=grid.torch._flatten("all"), placements=[S0]))
+    found = shards(rand(8, 8, device_mesh=grid.flatten("all").torch, placements=[S0]))
     assert len({tuple(each.flatten().tolist()) for each in found}) == 4
 
 
