@@ -23,9 +23,11 @@ from ..dispatch.copies import fetch, is_dense
 from ..dispatch.lazy_views import materialise
 from ..dispatch.op_plan import OpEntry
 from ..dispatch.op_table import handler
-from ..proxy.meta import contiguous
+from ..proxy.meta import contiguous, new_ref
 from ..proxy.proxy import OWN, DistributedTensor, method, operand_name, proxy, set_geometry
+from ..runtime.master.route import route
 from ..runtime.protocol import commands as c
+from ..runtime.protocol.allow_list import RESIZE_STORAGE
 from ..runtime.protocol.errors import RanksDiffer
 
 aten = torch.ops.aten
@@ -38,11 +40,13 @@ class NodeStorage(torch.UntypedStorage):
     """
 
     flat: Any
+    _of: Any  #: a tensor that lies there, which may not fit
+    _fits: bool  #: whether that fits whatever size the memory gets; it is of bytes then
 
-    def __new__(cls, flat: Any, *_: Any, **__: Any) -> NodeStorage:
+    def __new__(cls, flat: Any, of: Any = None, **_: Any) -> NodeStorage:
         # to C++ it is a storage of the meta device, as there is no memory here
         self: NodeStorage = super().__new__(cls, flat.numel(), device="meta")  # type: ignore[call-arg]
-        self.flat = flat
+        self.flat, self._of, self._fits = flat, flat if of is None else of, of is None
         return self
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -104,18 +108,22 @@ class NodeStorage(torch.UntypedStorage):
         return self.flat.tolist()  # type: ignore[no-any-return]
 
     def resize_(self, size: int) -> NodeStorage:
-        """Makes the memory larger, for all tensors that share it; what there was stays. Does not wait.
+        """Makes the memory smaller or larger, for all tensors that share it; what there was stays, as far as it fits.
+        Does not wait.
 
-        Raises NotImplementedError for a smaller size, ValueError for a negative one.
+        Tensors that do not fit any more can't be used until the memory is large enough again: RuntimeError on the node.
+        Raises ValueError for a negative size, NotImplementedError while a graph is recorded.
         """
         if size < 0:
             raise ValueError(f"a storage has at least 0 bytes, not {size}")
-        if size < self.flat.numel():
-            raise NotImplementedError(
-                f"the storage of a tensor on a node can't be made smaller, from {self.flat.numel()} bytes to {size}; "
-                "tensor.clone() has memory of its own"
-            )
-        self.flat.resize_(size)
+        if size < self.nbytes() and self._fits:  # views are made before, as of what does not fit there are none
+            self._of, self.flat = _flat(self._of, 0), _flat(self._of, size)
+            for view in (self._of, self.flat):
+                materialise(view._h)
+            resize(self._of, size)
+        elif size != self.nbytes():
+            resize(self._of, size)
+            self.flat = _flat(self._of, size)
         super().resize_(size)
         return self
 
@@ -128,6 +136,21 @@ class NodeStorage(torch.UntypedStorage):
     def __repr__(self) -> str:
         """Returns torch's text for the meta device, as the bytes are on the node."""
         return f"...\n[torch.storage.UntypedStorage(device={self.device}) of size {len(self)}]"
+
+
+def resize(tensor: Any, size: int) -> None:
+    """Makes the memory of a tensor smaller or larger, in bytes, for all tensors that share it. Does not wait.
+
+    Raises NotImplementedError while a graph is recorded.
+    """
+    place, site = tensor._place, here()
+    if route.get().recorder is not None:
+        raise NotImplementedError("storage.resize_ can't be recorded: a graph keeps the memory of what it computes")
+    template, out = place.define(RESIZE_STORAGE, (c.Hole(True), c.Hole(False)), (), 0, site), new_ref()
+    box = place.outbox
+    box.commands += (c.Call(template, out, (out - (tensor._h.ref or materialise(tensor._h)), size)), site)
+    if len(box.commands) >= box.limit:
+        place.session.flush(box)
 
 
 #: The one NodeStorage of each memory, by (node's state, the storage's name there). Its memory is alive on the node.
@@ -171,14 +194,27 @@ def _node_storage_of(tensor: DistributedTensor) -> tuple[NodeStorage, int, tuple
     key = (tensor._place.home, found.name)
     known = _known.get(key)
     if known is None:
-        known = _known[key] = NodeStorage(_flat(tensor, found.bytes))
+        if _outgrown(tensor, found):
+            nothing: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat = _flat(tensor, found.bytes) if found.bytes else nothing
+            known = _known[key] = NodeStorage(flat, _bare(tensor.detach()))
+        else:
+            known = _known[key] = NodeStorage(_flat(tensor, found.bytes))
     return known, found.offset, found.stride
+
+
+def _outgrown(tensor: Any, found: c.StorageInfo) -> bool:
+    """Returns whether a tensor does not fit into its memory, which has been made smaller."""
+    last = found.offset + sum((n - 1) * stride for n, stride in zip(tensor.shape, found.stride, strict=True))
+    return bool(tensor.numel()) and (last + 1) * tensor.itemsize > found.bytes
 
 
 def _flat(tensor: Any, size: int) -> DistributedTensor:
     """Returns all ``size`` bytes of a tensor's memory as one uint8 tensor."""
     tensor = _bare(tensor.detach())
-    if not size:
+    if tensor.dtype is torch.uint8:
+        tensor = tensor.as_strided((size,), (1,), 0)
+    elif not size:
         tensor = tensor.as_strided((0,), (1,), 0).view(torch.uint8)
     else:  # the bytes behind the last whole element belong to the memory, too
         tensor = tensor.as_strided((1,), (1,), 0).view(torch.uint8).as_strided((size,), (1,), 0)
@@ -321,6 +357,12 @@ def new_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- set_ ------------------------------------------------------------------------------------------------------------
+
+
+@handler(torch.ops.inductor.resize_storage_bytes_.default)
+def _resize_storage(entry: OpEntry, args: Any, kwargs: Any) -> None:
+    tensor, size = args
+    tensor.untyped_storage().resize_(size)
 
 
 @handler(aten.set_.source_Tensor)

@@ -20,7 +20,7 @@ from ..process.observing import FunctionDone, NodeSeam
 from ..process.page import COLLECTIVE, COMMANDS, RECEIVE
 from ..protocol import codec
 from ..protocol import commands as c
-from ..protocol.allow_list import AllowList
+from ..protocol.allow_list import RESIZE_STORAGE, AllowList
 from ..protocol.errors import ProtocolError
 from ..protocol.failure_ids import Poison, earliest
 from ..protocol.traits import TRAITS
@@ -28,7 +28,7 @@ from . import collectives, warned
 from .failures import name_of
 from .graphs.graphs import NodeGraphs
 from .state import NodeState, PoisonRead
-from .store import Later, NotReplayed, Pending
+from .store import Later, NotReplayed, Outgrown, Pending, Store
 from .streams.events import Events
 from .streams.scheduler import Scheduler
 from .template import Broken, Template
@@ -202,6 +202,8 @@ class CommandExecutor(NodeState):
                     template = Template(command, self.allow, store.entries, self.device)
                 except Exception as e:  # reported now, and each call of the template is poisoned by it
                     template = Broken(command, PoisonRead(self.report_failure(command.op, e)))
+                if command.op == RESIZE_STORAGE:
+                    template.run = template.call = partial(_resize, store, template)
                 self.templates[command.template] = template
                 if self.check is not None:
                     self.look_at(template)
@@ -317,7 +319,7 @@ class CommandExecutor(NodeState):
         channel = self.channels.data[command.channel]
         try:
             entry = self.entry(command.ref)
-        except KeyError:
+        except Exception:  # as below: nobody must wait for what there is not
             channel.refuse(command.peer, command.transfer, self.rank, self.number)
             raise
         if isinstance(entry, Poison):
@@ -399,6 +401,9 @@ class CommandExecutor(NodeState):
         if template is not None and isinstance(call, c.Call) and poison is None:
             try:
                 operands = template.operands(call.out, call.args)
+                spent = [e for e in map(self.store.entries.get, operands) if isinstance(e, Outgrown)]
+                if spent and template.name != RESIZE_STORAGE:
+                    error = spent[0].error()
                 waited = any(isinstance(self.store.entries.get(ref), Later) for ref in operands)
                 read = [e for e in map(self.entry, operands) if isinstance(e, Poison)]
             except NotReplayed as e:
@@ -418,6 +423,12 @@ class CommandExecutor(NodeState):
         if poison is None:
             poison = self.report_failure(template.name if template else name_of(command), error)
         self.give_up(command, poison)
+
+
+def _resize(store: Store, template: Template, out: int, args: tuple[c.Plain, ...]) -> None:
+    """Runs a call of the operator that makes memory smaller or larger."""
+    (ref,) = template.operands(out, args)
+    store.resize(ref, int(args[1]))  # type: ignore[arg-type]
 
 
 def _timed(

@@ -70,6 +70,11 @@ class MemoryTally:
         self._bytes.peak = max(self._bytes.peak, self._bytes.current + self._leaving())
         self._tensors.peak = max(self._tensors.peak, self._tensors.current)
 
+    def count_refs(self, refs: Iterable[int]) -> None:
+        """Counts entries whose memory has another size now, or that have gone from it."""
+        for ref in refs:
+            self._count_entry(ref)
+
     def remove_refs(self, refs: Iterable[int]) -> None:
         """Takes away entries that are freed now."""
         for ref in refs:

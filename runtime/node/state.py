@@ -41,7 +41,7 @@ from .finite import FiniteCheck, remove_from
 from .held import HeldTensor
 from .memory_tally import MemoryTally
 from .rng_lock import get_rng_state
-from .store import Later, NotReplayed, Pending, Store, Unmade, memory, trim
+from .store import Later, NotReplayed, Outgrown, Pending, Store, Unmade, memory, trim
 from .template import Template
 from .user_functions import Functions, Outcome
 
@@ -363,7 +363,8 @@ class NodeState:
                 dtype = codec.dtype_id(found.dtype)
                 self.emit(c.Downloaded(command.request, tuple(found.shape), dtype, data))
             case c.Storage():
-                found = tensor(command.ref)
+                entry = self.store.entries.get(command.ref)
+                found = entry.tensor if isinstance(entry, Outgrown) else tensor(command.ref)
                 storage = found.untyped_storage()
                 self.emit(
                     c.StorageInfo(
@@ -419,13 +420,16 @@ class NodeState:
     # ---- entries and poison ----------------------------------------------------------------------------------------
 
     def entry(self, ref: int) -> torch.Tensor | Poison:
-        """Returns the tensor or poison under ``ref``; waits for a tensor on its way. Raises KeyError, NotReplayed."""
+        """Returns the tensor or poison under ``ref``; waits for a tensor on its way. Raises KeyError, NotReplayed,
+        RuntimeError for one that has outgrown its memory."""
         entry = self.present(ref)
         if isinstance(entry, Later):
             entry = self.store.entries[ref] = entry.result(partial(self.report_failure, "transfer"))  # type: ignore[assignment]
             self.store.pending.pop(ref, None)
         elif isinstance(entry, Unmade):
             raise NotReplayed
+        elif isinstance(entry, Outgrown):
+            raise entry.error()
         return entry  # type: ignore[no-any-return]
 
     def present(self, ref: int) -> Any:

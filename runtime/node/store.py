@@ -26,6 +26,11 @@ from ..protocol.failure_ids import Poison
 #: When the store has shrunk by so many tensors, the memory that malloc kept of them goes back to the system.
 _MANY = 50_000
 
+#: So many memories whose tensors have outgrown them are kept, whether these are freed or not.
+FEW = 1024
+
+resize_storage = torch.ops.inductor.resize_storage_bytes_.default
+
 #: The most bytes of tensors that a node is sending: it keeps them until they have left, though the script has dropped
 #: them. Of larger ones there is one.
 LEAVING = 256 << 20
@@ -99,6 +104,25 @@ class NotReplayed(DisttensorError, RuntimeError):
         super().__init__("this tensor is made by a graph that has not been replayed yet (g.replay())")
 
 
+class Outgrown:
+    """A placeholder for a tensor whose memory has been made too small for it (``Store.resize``).
+
+    A kernel would read and write whatever else lies there; of no memory at all it would end the process.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def error(self) -> RuntimeError:
+        """Returns the error for a use of the tensor."""
+        return RuntimeError(
+            "this tensor's data is not allocated: its storage has been made smaller (storage.resize_), to "
+            f"{self.tensor.untyped_storage().nbytes()} bytes"
+        )
+
+
 class Promise(Ticket):
     """A placeholder for a tensor that a lane will make."""
 
@@ -135,13 +159,15 @@ class Reading(Ticket, Other):
 #: The placeholders of tensors that do not exist yet.
 Later = (Pending, Promise)
 
-Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Other
+Entry = torch.Tensor | Poison | Pending | Promise | Unmade | Outgrown | Other
 
 
 class Tally(Protocol):
     """Counts the memory of a store's tensors (memory_tally.py)."""
 
     def look(self) -> None: ...
+
+    def count_refs(self, refs: Iterable[int]) -> None: ...
 
     def remove_refs(self, refs: Iterable[int]) -> None: ...
 
@@ -162,6 +188,9 @@ class Store:
         self.viewed: Callable[[], Collection[int]] = tuple
         self.tally: Tally | None = None  #: counts memory, once somebody has asked for its peak
         self._peak = 0  #: the most entries since memory was last given back
+        #: by memory, the refs of those that have outgrown it; those that are freed meanwhile stay until ``_prune``
+        self.outgrown: dict[int, set[int]] = {}
+        self._many_outgrown = FEW
 
     def __repr__(self) -> str:
         return f"<Store entries={len(self.entries)} arriving={len(self.pending)} leaving={len(self.sending)}>"
@@ -202,6 +231,60 @@ class Store:
         address = memory(tensor)
         tensors = ((ref, made(entry)) for ref, entry in self.entries.items())
         return [ref for ref, tensor in tensors if tensor is not None and memory(tensor) == address]
+
+    def resize(self, ref: int, nbytes: int) -> None:
+        """Makes the memory of the tensor under ``ref`` smaller or larger, for all tensors that share it.
+
+        What does not fit any more is ``Outgrown`` until the memory is large enough again. Raises TypeError for a ref
+        of no tensor, torch's RuntimeError for memory that has a fixed size, or that there is not.
+        """
+        entry = self.entries[ref]
+        tensor = entry.tensor if isinstance(entry, Outgrown) else entry
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {type(tensor).__name__} has no memory")
+        self.wait_for_sends([tensor])
+        if self.tally is not None:
+            self.tally.look()
+        key, before = memory(tensor), tensor.untyped_storage().nbytes()
+        sharing = self.outgrown.get(key, set())
+        if nbytes < before:
+            self._prune()
+            sharing = self.outgrown[key] = sharing | self._sharing(tensor)
+        within = list(sharing)
+        resize_storage(tensor, nbytes)
+        for other in within:
+            held = self.entries.get(other)
+            one = held.tensor if isinstance(held, Outgrown) else None if held is None else made(held)
+            if one is None or memory(one) != key or _extent(one) <= nbytes:
+                sharing.discard(other)
+            if one is not None and memory(one) == key:
+                self.entries[other] = one if _extent(one) <= nbytes else Outgrown(one)
+        if self.tally is not None:
+            self.tally.count_refs({ref, *within, *self._sharing(tensor)})
+
+    def _sharing(self, tensor: torch.Tensor) -> set[int]:
+        """Returns the refs of all tensors in this one's memory that have elements there.
+
+        They are known by their addresses, which are asked in a fifth of the time of a storage. It looks no further than
+        there are holders of the memory.
+        """
+        storage, found = tensor.untyped_storage(), set()
+        first, most = storage.data_ptr(), torch._C._storage_Use_Count(storage._cdata) - 1  # without this function's own
+        end = first + storage.nbytes()
+        for ref, entry in self.entries.items():
+            one = entry if type(entry) is torch.Tensor else made(entry)
+            if one is not None and one.layout is torch.strided and first <= one.data_ptr() < end:
+                found.add(ref)
+                if len(found) == most:
+                    break
+        return found
+
+    def _prune(self) -> None:
+        """Drops the refs of outgrown tensors that are freed, once there are many."""
+        if len(self.outgrown) > self._many_outgrown:
+            alive = {key: {r for r in refs if r in self.entries} for key, refs in self.outgrown.items()}
+            self.outgrown = {key: refs for key, refs in alive.items() if refs}
+            self._many_outgrown = max(FEW, 2 * len(self.outgrown))
 
     def wait_for_sends(self, tensors: list[torch.Tensor] | None) -> None:
         """Waits for sends that read the memory of ``tensors``, which is about to change. None: waits for all sends."""
@@ -298,6 +381,14 @@ def size_of(entry: torch.Tensor | Pending) -> tuple[int, int]:
 def memory(tensor: torch.Tensor) -> int:
     """Returns a key: equal for tensors that share memory. A tensor without storage (a sparse one) shares with none."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else id(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes that the memory of a strided tensor has at least."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
 
 
 def shared(tensor: torch.Tensor) -> bool:

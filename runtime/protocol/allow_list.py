@@ -10,8 +10,12 @@ from torch._ops import OpOverload
 
 from .errors import ProtocolError
 
+#: Makes the memory of a tensor smaller or larger, for all that share it: what torch's compiler calls for
+#: ``tensor.untyped_storage().resize_(n)``.
+RESIZE_STORAGE = "inductor::resize_storage_bytes_"
+
 #: Always allowed: torch's own operators. Users add theirs with init_master_worker(allow_ops=["torchvision::*"]).
-BASE = ("aten::*", "prims::*")
+BASE = ("aten::*", "prims::*", RESIZE_STORAGE)
 
 #: Operators in these namespaces that reach beyond tensors (files, processes): refused all the same.
 REFUSED = frozenset({"aten::from_file", "aten::_save", "aten::save"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -314,11 +315,75 @@ def test_storages() -> None:
     same(x, torch.zeros(4, 6))
     storage.copy_(twin.untyped_storage())
     same(x, twin)
-    with pytest.raises(NotImplementedError, match="can't be made smaller, from 96 bytes to 3"):
-        storage.resize_(3)
     with pytest.raises(TypeError, match=r"storage\.cpu"):
         saved(storage)
     assert loaded(saved({"it": x.storage()}))["it"].tolist() == x.flatten().tolist()
+
+
+def resized(device: Any) -> object:
+    """Makes memory smaller and larger; of the storage object the second part is another one."""
+    x = torch.arange(6.0).to(device)
+    part, found = x[2:4], []
+    part.sum()
+    for size in (16, 40, 24, 0):
+        storage = x.untyped_storage().resize_(size)
+        found += [storage.nbytes(), x.untyped_storage().nbytes(), part.untyped_storage() is storage]
+        if size == 16:
+            found.append(storage.tolist())
+    del storage
+    again = x.untyped_storage()
+    found += [again.nbytes(), again.tolist(), again.resize_(24).nbytes(), len(again)]
+    x.copy_(torch.arange(6.0).to(device))
+    part.mul_(2)
+    return found, x.tolist(), again.tolist()
+
+
+def test_storages_are_made_smaller_and_larger() -> None:
+    """As local torch has it, on a node and on a mesh."""
+    wanted = resized("cpu")
+    assert resized("node:1") == wanted
+    mesh = dt.mesh(nodes=[0, 1], dp=2)
+    assert resized(mesh.device) == wanted
+    mesh.close()
+
+
+USES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "read": lambda x, part: x.sum().item(),
+    "download": lambda x, part: x.cpu(),
+    "of a part": lambda x, part: part.tolist(),
+    "written": lambda x, part: x.add_(1).sum().item(),
+    "sent": lambda x, part: (x.to("node:0") + 1).sum().item(),
+    "of a list": lambda x, part: torch.cat([part, x]).sum().item(),
+    "function": lambda x, part: dt.run(torch.sum, x, node=1),
+}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["one stream", "streams"])
+@pytest.mark.parametrize("name", USES)
+def test_a_tensor_without_its_memory_is_an_error(name: str, streams: bool) -> None:
+    """Local torch ends the process, or reads what is not there. What still fits can be used."""
+    x = torch.arange(1 << 14, dtype=torch.float32).to("node:1") + 0
+    part, first = x[8:], x[:4]
+    first.sum(), part.sum()
+    side = dt.Stream(node=1) if streams else None
+    if side is not None:
+        with dt.stream(side):
+            (x * 2).sum().item()
+    x.untyped_storage().resize_(16)
+    with pytest.raises(RuntimeError, match=r"data is not allocated: its storage has been made smaller.* to 16 bytes"):
+        USES[name](x, part)
+    assert first.tolist() == [0, 1, 2, 3]
+    assert dt.run(os.getpid, node=1)
+
+
+def test_a_storage_that_there_is_no_memory_for() -> None:
+    """Its own error, though its tensor does not fit; and none is recorded."""
+    storage, other = [torch.ones(4, device="node:1").untyped_storage().resize_(0) for _ in range(2)]
+    storage.resize_(1 << 60)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        dt.synchronize()
+    with dt.graph(dt.Graph()), pytest.raises(NotImplementedError, match="can't be recorded"):
+        other.resize_(8)
 
 
 @pytest.mark.parametrize("size", [8, [1, 2, 3]])

@@ -177,6 +177,32 @@ def test_memory_is_counted_as_the_tensors_have_it() -> None:
     assert node.memory_stats_as_nested_dict(1)["allocated_bytes"]["all"]["current"] == before
 
 
+def test_a_storage_gives_its_memory_back_and_takes_it_again() -> None:
+    mesh = dt.mesh(dp=2)
+    for device, ranks in (("node:1", [1]), (mesh.device, [0, 1])):
+        dt.synchronize()
+        before = [node.memory_allocated(rank) for rank in ranks]
+
+        def held(what: Callable[[int], int], ranks: list[int] = ranks, before: list[int] = before) -> set[int]:
+            return {what(rank) - had for rank, had in zip(ranks, before, strict=True)}
+
+        node.reset_peak_memory_stats(device)
+        x = torch.ones(MIB // 4, device=device)
+        part = x[1:]
+        part.sum()
+        storage = x.untyped_storage().resize_(0)
+        y = torch.ones(MIB // 4, device=device)
+        assert held(node.memory_allocated) == {MIB}
+        assert max(held(node.max_memory_allocated)) <= MIB + SMALL
+        storage.resize_(MIB)
+        part.fill_(2)
+        assert held(node.memory_allocated) == {2 * MIB}
+        assert max(held(node.max_memory_allocated)) <= 2 * MIB + SMALL
+        del x, part, storage, y
+        dt.synchronize()
+        assert held(node.memory_allocated) == {0}
+
+
 def test_a_graph_holds_what_its_outputs_hold() -> None:
     x = torch.ones(MIB // 4, device="node:0")
     g = dt.Graph()

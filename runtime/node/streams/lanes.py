@@ -18,7 +18,7 @@ from ...process.observing import CommandBegun, CommandDone
 from ...protocol.errors import PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison, earliest
 from ..state import NodeState, in_order
-from ..store import Later, NotReplayed, Pending, Promise, Unmade, Value, made, memory, release
+from ..store import Later, NotReplayed, Outgrown, Pending, Promise, Unmade, Value, made, memory, release
 from ..user_functions import Outcome
 from . import cuda_lane
 from .lane import Lane, LaneTask, Mark, Values, when_all
@@ -241,6 +241,8 @@ class Lanes:
                     self._arrive(ref, entry)
             elif isinstance(entry, Unmade):
                 raise NotReplayed
+            elif isinstance(entry, Outgrown):
+                raise entry.error()
             if isinstance(value, Poison):
                 read.append(value)
             values[ref] = value

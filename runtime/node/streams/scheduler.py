@@ -20,6 +20,7 @@ from ...process import page
 from ...process.observing import FunctionDone
 from ...protocol import codec
 from ...protocol import commands as c
+from ...protocol.allow_list import RESIZE_STORAGE
 from ...protocol.errors import ChannelError, PoisonedError, ProtocolError
 from ...protocol.failure_ids import Poison
 from ...protocol.traits import TRAITS, kinds
@@ -28,7 +29,7 @@ from ..collectives import join
 from ..failures import name_of
 from ..held import Holding
 from ..state import NodeState, PoisonRead
-from ..store import Entry, Later, Pending, Promise, Reading, Unmade, made, memory, release
+from ..store import Entry, Later, Outgrown, Pending, Promise, Reading, Unmade, made, memory, release
 from ..template import Template, tensors_of
 from ..user_functions import Returned
 from .cuda_lane import CudaLane, CudaMark, keep_for_default, on, sign
@@ -211,6 +212,13 @@ class Scheduler(Lanes):
 
     def _call(self, lane: Lane, call: c.Call) -> None:
         template = self.node.templates[call.template]
+        if template.name == RESIZE_STORAGE:  # the tensors of other streams' tasks may lie there
+            self.wait_for(self.busy())
+            try:
+                self._apply(call)
+            except Exception as e:
+                self._failed(call, e)
+            return
         self._task(
             lane,
             template.name,
@@ -288,6 +296,9 @@ class Scheduler(Lanes):
 
     def _effect(self, lane: Lane, command: Any) -> None:
         """Queues a command that needs nothing but its operands."""
+        if isinstance(command, c.Storage) and isinstance(self.entries.get(command.ref), Outgrown):
+            self._apply(command)  # the one question that a tensor without its memory has an answer to
+            return
         traits, node = TRAITS[type(command)], self.node
         self._task(
             lane,
@@ -370,7 +381,7 @@ class Scheduler(Lanes):
 
     def _operand(self, ref: int, what: str) -> Entry:
         entry = self.entries.get(ref)
-        if entry is None or isinstance(entry, Unmade):
+        if entry is None or isinstance(entry, Unmade | Outgrown):
             try:
                 return self.node.entry(ref)
             except Exception as e:
