@@ -145,7 +145,10 @@ def resize(tensor: Any, size: int) -> None:
     """
     place, site = tensor._place, here()
     if route.get().recorder is not None:
-        raise NotImplementedError("storage.resize_ can't be recorded: a graph keeps the memory of what it computes")
+        raise NotImplementedError(
+            "storage.resize_ can't be recorded: a graph keeps the memory of what it computes. Torch's FSDP2 frees "
+            "whole parameters by it; dt.fully_shard(model, mesh) can be recorded"
+        )
     template, out = place.define(RESIZE_STORAGE, (c.Hole(True), c.Hole(False)), (), 0, site), new_ref()
     box = place.outbox
     box.commands += (c.Call(template, out, (out - (tensor._h.ref or materialise(tensor._h)), size)), site)

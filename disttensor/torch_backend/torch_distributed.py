@@ -95,14 +95,20 @@ def refusing_modules(original: Callable[..., Any]) -> Callable[..., Any]:
         modules = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Module)]
         begun = [module for module in modules if "_parameters" in vars(module)]  # not the one that is being made
         found = _on_a_node([[*module.parameters(), *module.buffers()] for module in begun])
-        if found is not None:
+        # torch's own fully_shard goes along a dim of mesh.torch
+        if found is not None and getattr(kwargs.get("mesh"), "device_type", "") != "node":
             raise TypeError(
                 f"{name} is for processes that each run the script, and this model is on {found._place}: "
-                f"{_advice(ours, found._place)} is the same for a script and its nodes"
+                f"{_advice(ours, found._place)} is the same for a script and its nodes{_torchs(name)}"
             )
         return original(*args, **kwargs)
 
     return local_only
+
+
+def _torchs(name: str) -> str:
+    """Returns how torch's own is called from the script."""
+    return ", and fully_shard(model, mesh=mesh.torch) is torch's" if name == "fully_shard" else ""
 
 
 def _advice(ours: str, place: Place) -> str:

@@ -44,6 +44,7 @@ _BY_DEVICE = "collectives that ask the tensors' device"
 _DISTRIBUTED = "torch_backend.torch_distributed"
 _AS_TORCH = "meshes.as_torch"
 _DTENSOR = "torch.distributed.tensor"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _NO_RANK = "a DeviceMesh of a program that is no rank"
 
 PATCHES: tuple[Patch, ...] = (
@@ -306,6 +307,20 @@ PATCHES: tuple[Patch, ...] = (
             _BY_DEVICE, optional=True,
         )
         for name in ("fully_shard", "FullyShardedDataParallel.__init__")
+    ),
+    # ---- with torch.distributed.fsdp, over mesh.torch (meshes/as_torch/fsdp.py)
+    *(
+        Patch(f"{_FSDP}.{name}", f"{_AS_TORCH}.fsdp:{make}", SHARDING, why, wanted)
+        for name, make, why, wanted in (
+            ("*._chunk_with_empty", "chunking", "a rank takes its part from a list, by its number", _NO_RANK),
+            ("*.alloc_storage", "allocating", "it asks the nodes for the size of a parameter's memory", "no question"),
+            ("*.free_storage", "freeing", "the same question", "no question"),
+            ("*._get_device_from_mesh", "device_of", "a DeviceMesh knows the type of its device only", _NO_RANK),
+            ("*._get_device_handle", "device_module", "streams are of a rank's device; a mesh is in order", _NO_RANK),
+            ("*.ReduceScatterState", "unkept", "memory is kept for a stream; a mesh is in order", _NO_RANK),
+            ("*.AllReduceState", "unkept", "the same of replicas", _NO_RANK),
+            ("_fsdp_param_group.FSDPParamGroup.__init__", "grouping", "the same; it may offload to here", _NO_RANK),
+        )
     ),
     # ---- with the first torch.compile (torch_backend/torch_compile.py)
     Patch(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -107,9 +106,6 @@ def test_a_partial_sum(reduced: Any) -> None:
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "a partial's item": lambda m: distributed([Shard(0), Shard(1)]).sum().item(),
-    "fully_shard": lambda m: fully_shard(there(), mesh=m["dp"]),
-    "fully_shard of a local module": lambda m: fully_shard(nn.Linear(4, 4), mesh=m["dp"]),
-    "fully_shard on meta": lambda m: fully_shard(nn.Linear(4, 4, device="meta"), mesh=m["dp"]),
 }
 
 

@@ -135,8 +135,10 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, out: Any, x: Any, opts: Any = None) -> IssuedWork:
         self._mine("all_gather_single", [out, x])
-        parts = self.gathered(x)
-        out.detach().view(-1).copy_(torch.cat([part.reshape(-1) for part in parts]))
+        flat = out.detach().view(-1)
+        self._divides(flat.numel(), "all_gather_single")
+        call = _Call(self.lines)
+        call.issue("all_gather", [call.ready(x.detach().reshape(-1))], list(flat.chunk(self.size())))
         return IssuedWork([out])
 
     _allgather_base = all_gather_single
@@ -158,7 +160,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self._mine("reduce_scatter_single", [out, x])
         flat = x.detach().reshape(-1)
         self._divides(flat.numel(), "reduce_scatter_single")
-        out.detach().view(-1).copy_(self.scattered(_pieces(flat, 0, self.size()), _op(opts)))
+        call = _Call(self.lines, op_of(_op(opts), x.dtype))
+        call.issue("reduce_scatter", list(flat.chunk(self.size())), [out.detach().view(-1)])
         return IssuedWork([out])
 
     _reduce_scatter_base = reduce_scatter_single
@@ -211,8 +214,13 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self._refuse("split_group")
 
     def _get_backend(self, device: torch.device) -> NoReturn:
-        """Raises TypeError: there is no backend below it, which torch asks for to split it, or to make it smaller."""
-        self._refuse("split_group")
+        """Raises TypeError: there is no backend below it, which torch asks for to split it, to make it smaller, or for
+        memory of its own."""
+        raise TypeError(
+            "torch.distributed.split_group, and what else asks for the backend below a process group, such as for "
+            f"memory of its own, is for one rank, and the script calls for all ranks of {self.place} at once: "
+            f"{INSTEAD['split_group']}"
+        )
 
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
