@@ -2,5 +2,6 @@
 
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .plans import parallelize
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "parallelize"]

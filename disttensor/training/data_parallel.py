@@ -149,7 +149,10 @@ class DataParallel(torch.nn.Module):
         collectives of ``mesh.torch``, which has to be made before, and take a process group as their state or in it:
         ``mesh.torch.get_group("dp")``. None is the group of all ranks of the mesh. (torch's method.)
 
-            >>> model.register_comm_hook(mesh.torch.get_group("dp"), default_hooks.fp16_compress_hook)
+            >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+            >>> mesh = dt.mesh(dp=2)
+            >>> model = dt.DataParallel(torch.nn.Linear(3, 1).to(mesh.device), mesh)
+            >>> model.register_comm_hook(mesh.torch.get_group("dp"), fp16_compress_hook)
 
         Raises TypeError for a hook that can't be called, RuntimeError where there is a hook already, ValueError with
         ``shares`` or ``transport``, both of which are of the collective that the hook replaces.
