@@ -123,6 +123,22 @@ def test_tensor_parallel() -> None:
     assert lines[7:] == ["a checkpoint of the plain shapes: True", "same losses: True", "same weights: True"]
 
 
+def test_llama_3d() -> None:
+    """The losses of one process, and so after it goes on in another shape; the program compares them, too."""
+    program = ROOT / "examples/llama_3d.py"
+    assert len(program.read_text().splitlines()) <= 120
+    first, *lines = python(str(program), cwd=ROOT).splitlines()
+    assert first == (
+        "ColumnParallelLinear(in_features=32, out_features=32 over tp=2, bias=False, gather_output=False) "
+        "on Mesh(dp=2, tp=2, nodes=[0, 1, 2, 3])"
+    )
+    shown = [re.fullmatch(r"step \d: loss ([\d.]+) on 8 nodes, ([\d.]+) in one process", line) for line in lines]
+    losses = [(float(found[1]), float(found[2])) for found in shown]
+    assert len(losses) == 6
+    assert all(abs(there - here) < 2e-6 for there, here in losses)
+    assert losses[-1][1] < losses[0][1] - 0.5
+
+
 COLLECTIVES = re.split(r"^## ", (ROOT / "docs/COLLECTIVES.md").read_text(), flags=re.MULTILINE)
 
 
