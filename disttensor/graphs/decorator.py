@@ -9,7 +9,6 @@ from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..proxy.proxy import DistributedTensor
 from ..runtime.master.route import route
@@ -17,6 +16,7 @@ from ..runtime.protocol.errors import GraphError
 from ..session import current
 from ..session.places import current_node, varied
 from . import first_replay
+from .leaves import Spec, flatten, unflatten
 from .recorded import Recorded, record
 from .traced_numbers import Changed, Number, Tape
 
@@ -31,7 +31,7 @@ class _Entry:
     kept: list[Any]  #: the arguments that count by identity, kept alive so that no other object gets their ids
     recorded: Recorded | None = None
     numbers: list[float] = field(default_factory=list)  #: the floats of this call
-    spec: TreeSpec | None = None  #: of the results
+    spec: Spec | None = None  #: of the results
 
 
 class Graphed(Generic[P, R]):
@@ -54,7 +54,7 @@ class Graphed(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if route.get().recorder is not None:  # part of a larger recording
             return self._function(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         key, kept = _signature(leaves, spec)
         entry = self._entries.get(key)
         if entry is None:  # the first call is what CUDA graphs call warming up
@@ -78,18 +78,18 @@ class Graphed(Generic[P, R]):
             self._record(entry, leaves, spec)
             return self._play(entry, leaves)  # type: ignore[no-any-return]
 
-    def _record(self, entry: _Entry, leaves: list[Any], spec: TreeSpec) -> None:
+    def _record(self, entry: _Entry, leaves: list[Any], spec: Spec) -> None:
         tensors = [i for i, leaf in enumerate(leaves) if _is_input(leaf)]
         floats = [i for i, leaf in enumerate(leaves) if type(leaf) is float]
-        specs: list[TreeSpec] = []
+        specs: list[Spec] = []
         now = entry.numbers  # not the entry, which has the graph: a circle
 
         def traced(stands: list[Any], tape: Tape) -> list[Any]:
             for k, i in enumerate(floats):
                 stands[i] = tape.root(leaves[i], lambda k=k: now[k])  # type: ignore[misc]
             numbers = [stands[i] for i in floats]
-            args, kwargs = tree_unflatten(stands, spec)
-            results, of_results = tree_flatten(self._function(*args, **kwargs))
+            args, kwargs = unflatten(stands, spec)
+            results, of_results = flatten(self._function(*args, **kwargs), graded=True)
             specs.append(of_results)
             if any(isinstance(leaf, Number) for leaf in results):
                 raise GraphError(
@@ -109,7 +109,7 @@ class Graphed(Generic[P, R]):
     def _play(self, entry: _Entry, leaves: list[Any], advance: bool = True) -> Any:
         assert entry.recorded is not None
         assert entry.spec is not None
-        return tree_unflatten(entry.recorded.play(leaves, advance), entry.spec)
+        return unflatten(entry.recorded.play(leaves, advance), entry.spec)
 
     def _recorded(self, entry: _Entry, leaves: list[Any]) -> tuple[Any, dict[int, int]]:
         """Returns the recorder, and for each stand-in's ref the ref of this call's argument."""
@@ -122,7 +122,7 @@ def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, DistributedTensor) and not leaf.requires_grad
 
 
-def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
+def _signature(leaves: list[Any], spec: Spec) -> tuple[Hashable, list[Any]]:
     """Returns the key of the recording that a call can replay, and the objects that the key names by identity."""
     key: list[Hashable] = [spec, id(current.session()), _modes()]
     kept: list[Any] = [current.session()]
@@ -130,7 +130,7 @@ def _signature(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, list[Any]]:
     for i, leaf in enumerate(leaves):
         if _is_input(leaf):
             key.append((leaf._h.meta, seen.setdefault(id(leaf._h), i)))
-        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, DistributedTensor):
+        elif isinstance(leaf, torch.Tensor) and leaf.device.type != "node":
             raise GraphError(
                 f"argument {i} of a graphed function is a tensor of the master's {tuple(leaf.shape)}, which would be "
                 "recorded with the values that it has now; send it to a node before (x.to('node:0'))"

@@ -15,7 +15,6 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from .. import torch_patches
-from ..proxy.proxy import DistributedTensor
 from ..runtime.master.route import route
 from ..runtime.protocol.errors import GraphError
 from .traced_numbers import Number, Tape
@@ -44,7 +43,7 @@ class Steps:
             self._swapped.append((group, originals))
             self._groups.append(group)
             for key, value in originals.items():
-                if isinstance(value, torch.Tensor) and not isinstance(value, DistributedTensor):
+                if isinstance(value, torch.Tensor) and not _is_elsewhere(value):
                     raise GraphError(
                         f"{type(optimizer).__name__} has its {key!r} in a tensor of the master's, which a graph would "
                         "record as it is now; give a float"
@@ -154,11 +153,16 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any, Any]]:
 
 def _local(value: Any) -> Any:
     """Returns a copy of a value that is on the master; None for other values."""
-    if isinstance(value, DistributedTensor):
-        return None
     if isinstance(value, torch.Tensor):
+        if _is_elsewhere(value):
+            return None
         return value.item() if value.dim() == 0 else value.tolist()
     return value if isinstance(value, (int, float)) else None
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is on a node or a mesh: a proxy, or one that torch makes of such, as a DTensor."""
+    return tensor.device.type == "node"
 
 
 def _plain(value: Any) -> Any:
@@ -198,6 +202,6 @@ def _post(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _get_value(x: Any) -> Any:
     recorder = _recording()
-    if recorder is None or not isinstance(x, torch.Tensor) or isinstance(x, DistributedTensor):
+    if recorder is None or not isinstance(x, torch.Tensor) or _is_elsewhere(x):
         return _original(x)
     return recorder.steps.read(x)

@@ -179,22 +179,32 @@ def new_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def trained(
-    model: nn.Module, tp: DeviceMesh, plan: str, place: Callable[[Any], Any]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The losses, and the weights afterwards: each rank's parts."""
+def training(
+    model: nn.Module, tp: DeviceMesh, plan: str
+) -> tuple[nn.Module, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """A model that is cut, and its step, which returns the loss: each rank's part."""
     parallelize, of_parts = PLANS[plan]
     parallelize(model, tp)
-    x, y = map(place, new_batch())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(STEPS):
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         with loss_parallel() if of_parts else nullcontext():
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(own(loss))
+        return own(loss)
+
+    return model, step
+
+
+def trained(
+    model: nn.Module, tp: DeviceMesh, plan: str, place: Callable[[Any], Any]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The losses, and the weights afterwards: each rank's parts."""
+    model, step = training(model, tp, plan)
+    x, y = map(place, new_batch())
+    losses = [step(x, y) for _ in range(STEPS)]
     return losses, {name: own(parameter) for name, parameter in model.named_parameters()}
 
 

@@ -12,9 +12,11 @@ import parallel_twin as twin
 import pytest
 import torch
 from limits import HANG
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, parallel
 
 import disttensor as dt
+from disttensor import testing
+from disttensor.errors import GraphError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +69,38 @@ def test_a_style(name: str, under_torchrun: list[dict[str, Any]]) -> None:
     for rank, theirs in enumerate(under_torchrun):
         for x, other in zip(found, theirs[name], strict=True):
             assert_same(x, other, rank)
+
+
+@pytest.mark.parametrize("plan", twin.PLANS)
+def test_a_recorded_step_is_one_command(plan: str, under_torchrun: list[dict[str, Any]]) -> None:
+    model, step = twin.training(place(twin.new_model()), grid().torch["tp"], plan)
+    x, y = map(place, twin.new_batch())
+    replayed = dt.graphed(step)
+    losses = [replayed(x, y) for _ in range(2)]
+    with testing.MessageLog() as log:
+        losses.append(replayed(x, y))
+    assert [log[rank].commands for rank in range(twin.RANKS)] == [["Replay"]] * twin.RANKS
+    for rank, theirs in enumerate(under_torchrun):
+        wanted_losses, wanted = theirs[plan]
+        for loss, other in zip(losses, wanted_losses, strict=True):
+            assert_same(loss, other, rank)
+        for name, parameter in model.named_parameters():
+            assert_same(twin.own(parameter), wanted[name], rank)
+
+
+def test_a_recorded_function_takes_and_gives_dtensors() -> None:
+    layout: Any = (grid().torch["tp"], [Shard(0)])
+    x = distribute_tensor(place(torch.arange(8.0)), *layout)
+    replayed = dt.graphed(lambda x, by: {"y": x.sin() * by, "local": DTensor.from_local(x.to_local(), *layout)})
+    found = [replayed(x * k, 2.0 * k) for k in range(1, 5)]  # each result stays as it was given
+    for k, each in enumerate(found, 1):
+        assert torch.equal(each["y"].full_tensor().cpu(), (torch.arange(8.0) * k).sin() * 2.0 * k)
+        assert torch.equal(each["local"].full_tensor().cpu(), torch.arange(8.0) * k)
+    of_parts = dt.graphed(lambda x: DTensor.from_local(x, *layout) * 1)
+    made = [of_parts(x.to_local() * k) for k in range(1, 5)]
+    assert [each.full_tensor().sum().item() for each in made] == [28.0, 56.0, 84.0, 112.0]
+    with pytest.raises(GraphError, match=r"require a gradient.*or give x.detach\(\)"):
+        replayed(x.requires_grad_() * 2, 1.0)
 
 
 def test_every_style_is_among_them() -> None:
