@@ -15,6 +15,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..meshes.cut import Cuts, cut_of, whole_shape
@@ -71,7 +72,7 @@ class State:
             _check(name, value)
         #: all entries, by name
         self.entries = {
-            name: StateEntry(v, self._cuts.get(id(v)) or cut_of(v)) if isinstance(v, torch.Tensor) else StateEntry(v)
+            name: _entry(name, v, self._cuts.get(id(v)) or cut_of(v)) if isinstance(v, torch.Tensor) else StateEntry(v)
             for name, v in flat.items()
         }
 
@@ -135,7 +136,8 @@ class State:
             elif path[1] == "state" and (parameter := parameters[path[0]].get(str(path[2]))) is not None:
                 made = _fresh(parameter, str(path[-1]), stored)
                 set_element(self.nested, path, made.value)
-                self.paths[name], self.entries[name] = path, made
+                self.paths[name] = path
+                self.entries[name] = made if made.value is None else _entry(name, *made)
 
     def _add_setting(self, name: str, path: Path) -> None:
         """Makes room for a setting of a group that the optimizer here does not have yet, such as a scheduler's."""
@@ -175,6 +177,23 @@ class State:
                 given.load_state_dict(value)
             else:
                 self._given[key] = value
+
+
+def _entry(name: str, tensor: torch.Tensor, cuts: Cuts) -> StateEntry:
+    """Returns the entry of a tensor; of a DTensor over a mesh that of its parts, which are read in their place."""
+    if not _is_dtensor(tensor):
+        return StateEntry(tensor, cuts)
+    from ..meshes.as_torch.placements import cuts_of_dtensor, local_of
+
+    return StateEntry(local_of(tensor), cuts_of_dtensor(tensor, f"{name!r}"))  # type: ignore[arg-type]
+
+
+def _is_dtensor(value: Any) -> bool:
+    if not is_traceable_wrapper_subclass(value):
+        return False
+    from ..meshes.as_torch.placements import is_dtensor  # whose module takes a moment to import
+
+    return is_dtensor(value)
 
 
 def _fresh(parameter: torch.Tensor, what: str, stored: object) -> StateEntry:
@@ -241,6 +260,8 @@ def _check(name: str, value: Any) -> None:
         raise TypeError(
             f"{name!r} is on the meta device, without values: model.to_empty(device=mesh.device) makes room"
         )
+    if _is_dtensor(value):
+        return
     if isinstance(value, torch.Tensor) and (hasattr(value, "__create_write_items__") or value.layout != torch.strided):
         what = type(value).__name__ if value.layout == torch.strided else f"tensor of layout {value.layout}"
         raise TypeError(f"{name!r} is a {what}: a checkpoint here has strided tensors, local, on nodes or on meshes")

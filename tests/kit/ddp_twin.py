@@ -4,6 +4,7 @@
 only. DDP looks at the annotations of hooks, which are no strings here.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -123,4 +124,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
+    os._exit(0)  # torch may abort while an interpreter with a process group ends (pytorch/pytorch#179291)

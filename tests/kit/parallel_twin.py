@@ -6,6 +6,7 @@ torch only. The Llama's plan is torchtitan's, by its public description.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -181,8 +184,8 @@ def new_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def training(
     model: nn.Module, tp: DeviceMesh, plan: str
-) -> tuple[nn.Module, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """A model that is cut, and its step, which returns the loss: each rank's part."""
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """A model that is cut, its optimizer, and its step, which returns the loss: each rank's part."""
     parallelize, of_parts = PLANS[plan]
     parallelize(model, tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -195,14 +198,14 @@ def training(
         optimizer.step()
         return own(loss)
 
-    return model, step
+    return model, optimizer, step
 
 
 def trained(
     model: nn.Module, tp: DeviceMesh, plan: str, place: Callable[[Any], Any]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The losses, and the weights afterwards: each rank's parts."""
-    model, step = training(model, tp, plan)
+    model, _, step = training(model, tp, plan)
     x, y = map(place, new_batch())
     losses = [step(x, y) for _ in range(STEPS)]
     return losses, {name: own(parameter) for name, parameter in model.named_parameters()}
@@ -282,14 +285,32 @@ def own(x: torch.Tensor, detached: bool = True) -> torch.Tensor:
     return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
 
 
-def main(path: str) -> None:
+def resumed(folder: str, tp: DeviceMesh, plan: str) -> list[torch.Tensor]:
+    """The losses of a job that goes on from a checkpoint, and writes another one behind it, by torch alone."""
+    model, optimizer, step = training(new_model(), tp, plan)
+    there, states = get_state_dict(model, optimizer)
+    state = {"model": there, "optim": states}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])  # type: ignore[arg-type]
+    x, y = new_batch()
+    losses = [step(x, y) for _ in range(STEPS)]
+    there, states = get_state_dict(model, optimizer)
+    dcp.save({"model": there, "optim": states}, checkpoint_id=f"{folder}.behind")
+    return losses
+
+
+def main(path: str, folder: str = "", plan: str = "") -> None:
     tp = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"]
+    if folder:
+        torch.save(resumed(folder, tp, plan), f"{path}.{dist.get_rank()}")
+        dist.barrier()
+        return
     found: dict[str, Any] = {plan: trained(new_model(), tp, plan, lambda x: x) for plan in PLANS}
     found |= {name: styled(name, tp, lambda x: x) for name in STYLES}
     torch.save(found, f"{path}.{dist.get_rank()}")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
+    os._exit(0)  # torch may abort while an interpreter with a process group ends (pytorch/pytorch#179291)

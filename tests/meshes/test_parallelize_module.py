@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import parallel_twin as twin
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from limits import HANG
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel, zeros
 
 import disttensor as dt
 from disttensor import testing
@@ -29,11 +32,19 @@ def session() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The tensors of each rank of torchrun's, by name."""
-    path = tmp_path_factory.mktemp("twin") / "found"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(twin.RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return torchrun(tmp_path_factory.mktemp("twin") / "found")
+
+
+def torchrun(path: Path, *arguments: object) -> list[Any]:
+    """What each rank of torchrun's has written."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(twin.RANKS)]
     done = subprocess.run(
-        [*torchrun, twin.__file__, path], capture_output=True, text=True, env=environment, timeout=HANG, check=False
+        [*command, twin.__file__, path, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=HANG,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [torch.load(f"{path}.{rank}") for rank in range(twin.RANKS)]
@@ -73,7 +84,7 @@ def test_a_style(name: str, under_torchrun: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("plan", twin.PLANS)
 def test_a_recorded_step_is_one_command(plan: str, under_torchrun: list[dict[str, Any]]) -> None:
-    model, step = twin.training(place(twin.new_model()), grid().torch["tp"], plan)
+    model, _, step = twin.training(place(twin.new_model()), grid().torch["tp"], plan)
     x, y = map(place, twin.new_batch())
     replayed = dt.graphed(step)
     losses = [replayed(x, y) for _ in range(2)]
@@ -101,6 +112,65 @@ def test_a_recorded_function_takes_and_gives_dtensors() -> None:
     assert [each.full_tensor().sum().item() for each in made] == [28.0, 56.0, 84.0, 112.0]
     with pytest.raises(GraphError, match=r"require a gradient.*or give x.detach\(\)"):
         replayed(x.requires_grad_() * 2, 1.0)
+
+
+def trained_to(folder: Path, plan: str, steps: int = 2) -> tuple[Any, Any]:
+    """A model and its optimizer after some steps, of which a checkpoint is in a folder."""
+    model, optimizer, step = twin.training(place(twin.new_model()), grid().torch["tp"], plan)
+    for _ in range(steps):
+        step(*map(place, twin.new_batch()))
+    dt.checkpoint.save({"model": model, "optim": optimizer}, folder)
+    return model, step
+
+
+@pytest.mark.parametrize("other", twin.PLANS)
+def test_a_checkpoint_goes_on_by_another_plan(other: str, tmp_path: Path) -> None:
+    _, step = trained_to(tmp_path, "sequence parallel")
+    model, optimizer, others = twin.training(place(twin.new_model()), grid().torch["tp"], other)
+    dt.checkpoint.load({"model": model, "optim": optimizer}, tmp_path)
+    for _ in range(2):
+        loss, wanted = (each(*map(place, twin.new_batch())) for each in (others, step))
+        torch.testing.assert_close(loss.cpu(), wanted.cpu(), rtol=1e-12, atol=1e-12)
+
+
+def test_torch_alone_reads_a_checkpoint(tmp_path: Path) -> None:
+    model, _ = trained_to(tmp_path, "tensor parallel")
+    found = {"model": twin.new_model().state_dict()}
+    with warnings.catch_warnings(action="ignore"):  # torch says that no job is initialized
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(found["model"][name], whole.cpu())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", twin.PLANS)
+def test_a_job_of_torchrun_goes_on_and_back(plan: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    model, step = trained_to(folder, "tensor parallel")
+    losses = [step(*map(place, twin.new_batch())) for _ in range(twin.STEPS)]
+    for rank, theirs in enumerate(torchrun(tmp_path / "found", folder, plan)):
+        for loss, other in zip(losses, theirs, strict=True):
+            torch.testing.assert_close(loss.shards()[rank].cpu(), other, rtol=1e-12, atol=1e-12)  # type: ignore[attr-defined]
+    back, optimizer, _ = twin.training(place(twin.new_model()), grid().torch["tp"], plan)
+    dt.checkpoint.load({"model": back, "optim": optimizer}, f"{folder}.behind")
+    for (name, value), other in zip(back.state_dict().items(), model.state_dict().values(), strict=True):
+        wholes = [x.full_tensor() if isinstance(x, DTensor) else x for x in (value, other)]
+        torch.testing.assert_close(*(x.cpu() for x in wholes), rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_values_in_a_dict_are_read_in_their_place(tmp_path: Path) -> None:
+    layout: Any = (grid().torch["tp"], [Shard(0)])
+    x = distribute_tensor(place(torch.arange(8.0)), *layout)
+    dt.checkpoint.save({"x": x, "n": 3}, tmp_path)
+    state: dict[str, Any] = {"x": zeros(8, device_mesh=layout[0], placements=[Replicate()]), "n": 0}
+    before = state["x"]
+    dt.checkpoint.load(state, tmp_path)
+    assert state["x"] is before
+    assert torch.equal(before.full_tensor().cpu(), torch.arange(8.0))
+    partial = DTensor.from_local(place(torch.ones(2)), layout[0], [Partial()], run_check=False)
+    with pytest.raises(TypeError, match=r"'x' is P\(sum\) along a dim of .*redistribute"):
+        dt.checkpoint.save({"x": partial}, tmp_path)
 
 
 def test_every_style_is_among_them() -> None:
