@@ -271,7 +271,7 @@ class MeshPlace(_Place):
     dims have names.
     """
 
-    __slots__ = ("_members", "_varying", "axes", "begun", "claims", "dims", "number", "seed", "twin")
+    __slots__ = ("_members", "_varying", "axes", "begun", "claims", "dims", "number", "seed", "takes_whole", "twin")
 
     twin: MeshPlace  #: the same place for tensors that torch is to take for local ones
 
@@ -290,6 +290,7 @@ class MeshPlace(_Place):
         self.number = number  #: of its generator that is the same on all ranks
         self.seed = seed  #: with which its generators begin
         self.dims = dict(dims)  #: the sizes of the dims, by name
+        self.takes_whole = False  #: batches may come whole: a module cuts them, or the program has been warned
         #: the groups of members along each dim, those of views too, as indices of members, by name
         self.axes: dict[str, Groups] = {}
         self._varying: dict[tuple[str, ...], int] = {}  #: numbers of the generators that vary along dims

@@ -1,4 +1,4 @@
-"""Calls functions as soon as a module of torch's is imported: at once, or when somebody imports it later.
+"""Calls functions as soon as a module of torch's, or on it, is imported: at once, or when somebody imports it later.
 
 Torch is given the device "node" in this way. Importing disttensor imports no torch: dtrun and agents do without, and
 start in a tenth of a second.

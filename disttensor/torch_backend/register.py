@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend
 
 from .. import torch_patches
-from ..dispatch import copies, handlers, method_shortcuts
+from ..dispatch import copies, handlers, method_shortcuts, whole_batches
 from ..dispatch.dispatch import dispatch
 from ..dispatch.first_call import layout_of, refuse_layout
 from ..dispatch.op_table import enter, factory
@@ -76,6 +76,7 @@ def register() -> None:
     torch.serialization.register_package(9, *storages.LOADING)  # type: ignore[arg-type]  # 9: before torch's own
     torch_patches.install(torch_patches.SESSION)
     at_import.after("torch.distributed.fsdp", partial(torch_patches.install, torch_patches.SHARDING))
+    at_import.after(whole_batches.SENDER, whole_batches.watch)
     switches.follow_fill()
 
 

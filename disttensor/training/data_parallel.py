@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from ..collectives import broadcast
 from ..collectives.issue import check_transport
 from ..collectives.over_dims import Over
-from ..errors.argument_checks import needing, one_of
+from ..errors.argument_checks import flag, needing, one_of
 from ..meshes import Mesh, agree_, from_shards, varying
 from ..meshes.mesh import all_dims_of, along
 from ..meshes.mesh import place_of as mesh_place
 from ..proxy.proxy import DistributedTensor
 from ..runtime.process.spelling import shown
-from .batches import shares_of
+from .batches import WholeBatches, shares_of
 from .buckets import Buckets, CommHook
 from .named import Named, dims, limit_of, not_parts, on_a_mesh, place_of, without
 
@@ -52,6 +54,7 @@ class DataParallel(torch.nn.Module):
         transport: torch.dtype | None = None,
         buffers: str | None = "first",
         skip: Sequence[str] = (),
+        whole: bool = False,
     ) -> None:
         """Has all ranks along ``over`` take the first one's parameters and buffers; does not wait.
 
@@ -71,10 +74,13 @@ class DataParallel(torch.nn.Module):
             buffers: what happens to buffers (BatchNorm's statistics) before a forward pass that follows one that
                 reduces: "first", all take the first rank's; "avg", their mean; None, each keeps its own.
             skip: names of parameters, buffers or submodules that stay each rank's own.
+            whole: whole batches go in and come out, as with ``torch.nn.DataParallel``, for libraries that know one
+                device (accelerate, transformers' Trainer): see ``forward``.
 
         Raises TypeError for a module or mesh that is none, a parameter on no mesh, a transport that is no dtype of
         floats; ValueError for a parameter on another mesh, an unknown dim or name, another ``op``, ``buffers``,
-        ``bucket_mb`` or ``accumulate``, or where no parameter requires a gradient; NodeLost.
+        ``bucket_mb`` or ``accumulate``, where no parameter requires a gradient, or for ``whole`` with op="sum";
+        NodeLost.
         """
         super().__init__()
         self.over = dims(along(mesh, over, "dp"))
@@ -87,6 +93,11 @@ class DataParallel(torch.nn.Module):
             raise ValueError(f"DataParallel: accumulate is a positive number of backward passes, not {accumulate!r}")
         if transport is not None:
             check_transport(transport, "DataParallel")
+        flag("whole", whole)
+        if whole and op != "avg":
+            raise ValueError(
+                "DataParallel: with whole=True each rank has the loss of the whole batch, which op='sum' adds up"
+            )
         self.module, self.mesh = module, mesh
         self._how = buffers
         self._skipped = without(module, skip, "DataParallel")
@@ -101,21 +112,31 @@ class DataParallel(torch.nn.Module):
         self._buckets = Buckets(
             trained, limit_of(bucket_mb, "DataParallel"), self.over, op, overlap, accumulate, transport
         )
+        self._whole: WholeBatches | None = None
+        if whole:
+            self._whole = WholeBatches(mesh, self.over, "DataParallel")
+            mesh_place(mesh, "DataParallel").takes_whole = True
         self._shares: tuple[float, ...] | None = None
         self._op, self._transport = op, transport
         self.shares = shares
         self._holding = False
         self._spoilt = False  #: buffers may differ, since a pass that reduces went before
+        self.__class__ = _with_the_forward_of(module, type(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module does, on each rank of its own share, inside of ``dt.meshes.varying(over)``.
 
         Local tensors, and tensors on one node, in lists and dicts too, are cut in dimension 0, in equal parts for the
         ranks along ``over``; ranks that differ along other dims get the same. Tensors on the mesh, and those without a
-        dimension, go as they are. Returns at once.
+        dimension, go as they are. Returns at once. ``inspect.signature`` says the module's arguments.
 
-        Raises ValueError for a batch that does not divide, or a tensor on another mesh; RuntimeError where parameters
-        are not those of the construction.
+        With ``whole`` tensors on the mesh are cut as well: each has all samples on each rank, or one row for all of
+        them. What is returned is the same on all ranks: a loss (a number with a fraction) is their mean; of a tensor
+        with a row for each sample each rank has the whole one, unless a loss comes with it, and gradients are recorded.
+        A batch that does not divide is computed by each rank.
+
+        Raises ValueError for a batch that does not divide, a tensor on another mesh, or one with other rows in a whole
+        batch; RuntimeError where parameters are not those of the construction.
         """
         self._same_parameters()
         self._buckets.end_failed_backward()
@@ -125,9 +146,28 @@ class DataParallel(torch.nn.Module):
         if torch.is_grad_enabled():
             self._buckets.held = self._holding
         self._spoilt = torch.is_grad_enabled() and not self._holding
+        if self._whole is not None:
+            args, kwargs, share = self._whole.cut(args, kwargs)
+            with varying(*self.over) if share else contextlib.nullcontext():
+                return self._whole.join(self.module(*args, **kwargs), share)
         args, kwargs = shares_of((args, kwargs), self.mesh, self.over, "DataParallel")
         with varying(*self.over):
             return self.module(*args, **kwargs)
+
+    if not TYPE_CHECKING:  # to type checkers, any name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns what only the module has by this name (``config``, ``generate``), unless that is private.
+
+            Raises AttributeError where neither has it.
+            """
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                module = self.__dict__.get("_modules", {}).get("module")
+                if module is None or name.startswith("_") or not hasattr(module, name):
+                    raise
+            return getattr(module, name)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,6 +232,8 @@ class DataParallel(torch.nn.Module):
     @shares.setter
     def shares(self, shares: Sequence[float] | None) -> None:
         found = None if shares is None else _checked_shares(shares, self._op, self.mesh, self.over)
+        if found is not None and self._whole is not None:
+            raise ValueError("DataParallel: with whole=True all ranks have as many samples, and there are no shares")
         if found == self._shares:
             return
         if self._buckets.hook is not None:
@@ -242,6 +284,25 @@ class DataParallel(torch.nn.Module):
             f"DataParallel: {name!r} ({parameter.dtype}, requires_grad={parameter.requires_grad}) {what} when its "
             "buckets were made, so that its gradient is in none; make the DataParallel after such changes"
         )
+
+
+def _with_the_forward_of(module: torch.nn.Module, kind: type[DataParallel]) -> type[DataParallel]:
+    """Returns a subclass whose ``forward`` has the signature of a module's: libraries read it, of the class too, for
+    the names of a batch and of its labels."""
+    own: Any = DataParallel.forward
+    if kind.forward is not own:  # a program's own, which says what it takes
+        return kind
+    try:
+        arguments = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # one in C++, such as a ScriptModule's, has none
+        return kind
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ordered = [this, *(p for p in arguments.parameters.values() if p.name != "self")]
+    if ordered[1:] and ordered[1].kind is inspect.Parameter.POSITIONAL_ONLY:
+        ordered[0] = this.replace(kind=inspect.Parameter.POSITIONAL_ONLY)
+    forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    forward.__doc__, forward.__signature__ = own.__doc__, arguments.replace(parameters=ordered)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward})
 
 
 def _checked_shares(shares: Sequence[float], op: str, mesh: Mesh, over: tuple[str, ...]) -> tuple[float, ...]:

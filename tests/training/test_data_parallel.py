@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import os
 import threading
@@ -63,7 +65,14 @@ def ranks(n: int) -> Mesh:
 
 
 def both(
-    m: Mesh, make: Any, optimizer: Any, fit: Any, dtype: torch.dtype = torch.float32, hook: Any = None, **options: Any
+    m: Mesh,
+    make: Any,
+    optimizer: Any,
+    fit: Any,
+    dtype: torch.dtype = torch.float32,
+    hook: Any = None,
+    whole: bool = False,
+    **options: Any,
 ) -> tuple[list[Any], list[list[torch.Tensor]]]:
     """The state after training with ours, and those of DDP's ranks."""
 
@@ -78,7 +87,9 @@ def both(
     x, y = torch.randn(STEPS, 12, 6, dtype=dtype), torch.randn(STEPS, 12, 3, dtype=dtype)
     xs, ys = shard(x, m, dp=1), shard(y, m, dp=1)
     theirs = dt.run(lambda x, y: train(make, wrap, optimizer, fit, x, y), xs, ys, node=m, distributed=True)
-    options = {"bucket_mb": 1e-4, **options}
+    options = {"bucket_mb": 1e-4, "whole": whole, **options}
+    if whole:
+        xs, ys = x.to(m.device), y.to(m.device)  # type: ignore[assignment]
     ours = train(make, lambda model: DataParallel(model.to(m.device), m, **options), optimizer, fit, xs, ys)
     return ours, [[value.cpu() for value in values] for values in theirs]
 
@@ -104,6 +115,14 @@ PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_on_two_ranks_it_has_ddps_bits(program: str) -> None:
     ours, theirs = both(ranks(2), *PROGRAMS[program])
+    for i, value in enumerate(ours):
+        for rank, got in enumerate(value.shards()):
+            same(got, theirs[rank][i], strides=False)
+
+
+@pytest.mark.parametrize("program", ["SGD", "AdamW", "BatchNorm", "GradScaler", "no_sync"])
+def test_whole_batches_on_two_ranks_have_ddps_bits(program: str) -> None:
+    ours, theirs = both(ranks(2), *PROGRAMS[program], whole=True)
     for i, value in enumerate(ours):
         for rank, got in enumerate(value.shards()):
             same(got, theirs[rank][i], strides=False)
@@ -183,6 +202,115 @@ def test_a_pass_with_several_losses_and_one_with_several_forwards() -> None:
         loss(local, x * k).backward()
     for got, wanted in zip(gradients(model), gradients(local), strict=True):
         torch.testing.assert_close(got.cpu(), wanted, rtol=1e-12, atol=1e-14)
+
+
+class WithLoss(nn.Module):
+    """Computes its loss by itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, *, scale: torch.Tensor, num_items_in_batch: Any = None
+    ) -> dict[str, Any]:
+        out = self.net(x) * scale
+        wrong = (out - labels).square()
+        count = num_items_in_batch or wrong.numel()
+        return {"loss": wrong.sum() / count, "out": out, "rows": len(x), "first": out[0]}
+
+
+@pytest.mark.parametrize("count", [None, 17])
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("where", ["script", "mesh"])
+def test_whole_batches_go_in_and_come_out(where: str, rows: int, count: int | None) -> None:
+    """The loss is the whole batch's, and so are the outputs where there is no gradient. Seven rows do not divide."""
+    m = mesh(dp=2, pp=2)
+    torch.manual_seed(0)
+    local = WithLoss().double()
+    model = DataParallel(copy.deepcopy(local).to(m.device), m, over=("dp", "pp") if rows == 8 else "dp", whole=True)
+    x, y = torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+    scale = torch.full((1, 3), 2.0, dtype=torch.float64)
+    given = [t if where == "script" else t.to(m.device) for t in (x, y, scale)]
+    with torch.no_grad():
+        out, wanted = model(*given[:2], scale=given[2]), local(x, y, scale=scale)
+    torch.testing.assert_close(out["out"].cpu(), wanted["out"])
+    out = model(*given[:2], scale=given[2], num_items_in_batch=count)
+    wanted = local(x, y, scale=scale, num_items_in_batch=count)
+    torch.testing.assert_close(out["loss"].item(), wanted["loss"].item(), rtol=1e-12, atol=0)
+    assert out["rows"] == len(out["out"]) == (2 if rows == 8 else 7)
+    assert out["first"].shape == (3,)
+    out["loss"].backward()
+    wanted["loss"].backward()
+    for got, grad in zip(gradients(model), gradients(local), strict=True):
+        torch.testing.assert_close(got.cpu(), grad, rtol=1e-12, atol=1e-14)
+
+
+def test_dropout_of_whole_batches() -> None:
+    """Ranks draw other numbers for their parts, and the same where all have the whole batch."""
+    m = ranks(2)
+    model = DataParallel(nn.Sequential(nn.Linear(2, 64), nn.Dropout()).to(m.device), m, whole=True)
+    with torch.no_grad():
+        parts, all_rows = (model(torch.ones(rows, 2)).cpu() == 0 for rows in (4, 3))
+    assert not torch.equal(parts[:2], parts[2:])
+    assert 0 < all_rows.sum() < all_rows.numel()
+
+
+def test_mistakes_of_whole_batches() -> None:
+    m = ranks(2)
+    model = DataParallel(WithLoss().to(m.device), m, whole=True)
+    x, y = torch.ones(4, 6), torch.ones(4, 3)
+    with pytest.raises(
+        ValueError, match=r"the argument \['scale'\] has the shape \(3, 3\), and the batch has 4 samples"
+    ):
+        model(x, y, scale=torch.ones(3, 3))
+    with pytest.raises(ValueError, match="an argument is on the mesh"):
+        model(x.to(ranks(3).device), y, scale=torch.ones(1))
+    with pytest.raises(ValueError, match="there are no shares"):
+        model.shares = (1, 2)
+    with pytest.raises(ValueError, match="op='sum' adds up"):
+        DataParallel(plain().to(m.device), m, whole=True, op="sum")
+    with pytest.raises(TypeError, match="whole is True or False"):
+        DataParallel(plain().to(m.device), m, whole="batch")  # type: ignore[arg-type]
+
+
+# ---- as the module
+
+
+def test_the_signature_is_the_modules() -> None:
+    m = ranks(2)
+    module = WithLoss().to(m.device)
+    model = DataParallel(module, m)
+    assert inspect.signature(model.forward) == inspect.signature(module.forward)
+    names = ["self", "x", "labels", "scale", "num_items_in_batch"]
+    assert [*inspect.signature(type(model).forward).parameters] == names
+    again = copy.deepcopy(model)
+    assert inspect.signature(again.forward) == inspect.signature(module.forward)
+    assert isinstance(again, DataParallel)
+    assert type(again).__name__ == "DataParallel"
+
+    class Mine(DataParallel):
+        def forward(self, y: torch.Tensor) -> Any:
+            return super().forward(y, y[:, :3], scale=torch.tensor(1.0))
+
+    own = Mine(module, m)
+    assert [*inspect.signature(own.forward).parameters] == ["y"]
+    assert own(torch.ones(2, 6))["rows"] == 1
+    sharded = dt.fully_shard(WithLoss(), m)
+    assert inspect.signature(sharded.forward) == inspect.signature(module.forward)
+
+
+def test_what_only_the_module_has() -> None:
+    m = ranks(2)
+    module = WithLoss().to(m.device)
+    module.config = {"a": 1}  # type: ignore[assignment]
+    module.register_buffer("_private", torch.ones(1))
+    model = DataParallel(module, m)
+    assert model.config is module.config
+    assert model.net is module.net
+    for name in ("_private", "nothing"):
+        with pytest.raises(AttributeError, match=f"'DataParallel' object has no attribute '{name}'"):
+            getattr(model, name)
 
 
 def test_over_one_dim_of_two() -> None:

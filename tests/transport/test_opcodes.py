@@ -24,7 +24,7 @@ from opcodes import Counter, opcodes, without_a_collector
 from thread_nodes import thread_nodes
 
 import disttensor as dt
-from disttensor.dispatch import op_table
+from disttensor.dispatch import copies, op_table, whole_batches
 from disttensor.futures.listening import GroupEnd
 from disttensor.runtime.master import waiting as waiting_module
 from disttensor.runtime.master.requests import Waker
@@ -146,7 +146,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 @pytest.fixture
 def operands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     # what other tests of this process have left: IPython, with which each call looks whether a cell has changed its
-    # module; what the first block of another node has put around this method
+    # module; what the first block of another node has put around this method; what looks at uploads beside accelerate
+    monkeypatch.setattr(copies, "upload", whole_batches.plain)
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     if "to" in vars(torch.Tensor):
         monkeypatch.delattr(torch.Tensor, "to")

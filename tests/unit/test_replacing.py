@@ -40,6 +40,8 @@ OTHERS = {
 DECIDED = {
     "disttensor/testing/__init__.py::_wrapped": "methods, for testing.at: its functions come before a moment and raise "
     "there, which no observer can, and looks at these moments would cost each message opcodes, for tests only",
+    "disttensor/dispatch/whole_batches.py::watch": "the copy to a node or mesh, once accelerate is imported: a look "
+    "whether a listener is there would cost each copy opcodes, for programs of one library",
 }
 
 
