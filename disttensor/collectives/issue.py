@@ -70,6 +70,7 @@ class CollectiveCall:
     shares: tuple[int, ...] = ()  #: where not every node has one tensor: the command's field of this name
     place: MeshPlace | None = None  #: the mesh, where it is over dims of one
     groups: tuple[tuple[int, ...], ...] = ()  #: the nodes of all groups along these dims, where there are several
+    outs: Tensors = field(default=(), init=False)  #: all tensors that it writes, once it is issued
 
     def issue(self, session: Session, async_op: bool, checked: bool = False) -> CollectiveWork | None:
         """Queues the commands of all nodes and returns at once: a Work if ``async_op``, else None. ``checked``: what
@@ -84,8 +85,7 @@ class CollectiveCall:
         ended = self.queue(session, async_op, site)
         if ended is None:
             return None
-        work = CollectiveWork(ended, (self.kind, "of", self.group), lambda: self.value)
-        return work.guarding([tensor for part in self.parts for tensor in part.outs], site)
+        return CollectiveWork(ended, (self.kind, "of", self.group), lambda: self.value).guarding(self.outs)
 
     def queue(self, session: Session, async_op: bool, site: Site | None) -> GroupEnd | None:
         """Queues the commands of all nodes; of an asynchronous collective returns its end, of which each node tells.
@@ -119,9 +119,12 @@ class CollectiveCall:
             if ended is not None:
                 session.link.requests.withdraw(ended.request)
             raise
-        for part in self.parts:
-            for tensor in part.outs:
-                torch.autograd.graph.increment_version(tensor)
+        outs: Tensors
+        if self.place is None:
+            self.outs = outs = [tensor for part in self.parts for tensor in part.outs]
+        else:
+            self.outs = outs = self.parts[0].outs
+        torch.autograd.graph.increment_version(outs)
         return ended
 
     def _commands(
@@ -205,6 +208,11 @@ class CollectiveCall:
 class CollectiveWork(Work[Any]):
     """A collective under way. ``result()`` waits, and returns the tensor or lists that the collective writes."""
 
+    # of the class until there is something, as most have no such thing
+    _made: list[Any] | None = None
+    _writing: Writing | None = None
+    untaken: Untaken | None = None  #: says that nobody took the result, where that is a new tensor
+
     def __init__(
         self,
         ended: GroupEnd,
@@ -214,21 +222,31 @@ class CollectiveWork(Work[Any]):
     ) -> None:
         """``ended``: tells that each node has done its part; ``words`` say what it is; ``make`` gives the result, once,
         ``where`` says for a loss what is gone with a node."""
-        self._where, self._make = where, make
-        self._session, self._node = ended.session, ended.nodes[0]
-        self._words = words
-        self._transfer = self.ended = ended
-        self._made: list[Any] = []
-        self._writing: Writing | None = None
-        self.untaken: Untaken | None = None  #: says that nobody took the result, where that is a new tensor
+        self.ended, self._words, self._make, self._where = ended, words, make, where
+
+    # what is looked up or made when it is asked for, which it mostly is not
 
     @property
-    def _text(self) -> str:  # type: ignore[override]  # made when it is asked for, which it mostly is not
+    def _text(self) -> str:  # type: ignore[override]
         return " ".join(map(str, self._words))
 
-    def guarding(self, written: Tensors, site: Site | None) -> CollectiveWork:
+    @property
+    def _session(self) -> Session:  # type: ignore[override]
+        return self.ended.session
+
+    @property
+    def _node(self) -> int:  # type: ignore[override]
+        return self.ended.nodes[0]
+
+    @property
+    def _transfer(self) -> GroupEnd:  # type: ignore[override]
+        return self.ended
+
+    def guarding(self, written: Tensors) -> CollectiveWork:
         """Has other views of what the collective writes not be used until its end was waited for. Returns itself."""
-        self._writing = guard(written, self, self.ended, site)
+        writing = guard(written, self, self.ended)
+        if writing is not None:
+            self._writing = writing
         return self
 
     def _waited(self) -> None:
@@ -255,8 +273,8 @@ class CollectiveWork(Work[Any]):
         self._waited()  # which ``await`` has not called ``wait`` for
         if self.untaken is not None:
             self.untaken.taken = True
-        if not self._made:
-            self._made.append(self._make())
+        if self._made is None:
+            self._made = [self._make()]
         return self._made[0]
 
     def _await_end(self, timeout: float | None) -> None:
@@ -267,8 +285,20 @@ class CollectiveWork(Work[Any]):
 
         Raises TimeoutError after ``timeout`` seconds (the collective goes on), the error that made it fail, NodeLost.
         """
+        seconds = None if timeout is None else seconds_of(timeout)
+        if not self.ended.request.well:
+            self._wait_for_each(seconds)
+        if late_warnings.pending:
+            late_warnings.show_warnings()
+        if self._writing is not None:
+            self._waited()
+        if self.untaken is not None:
+            self.untaken.waited = True
+        return True
+
+    def _wait_for_each(self, seconds: float | None) -> None:
         try:
-            cause = self.ended.wait_for_each(seconds_of(timeout))
+            cause = self.ended.wait_for_each(seconds)
             if cause is not None:
                 self._waited()
                 raise self._session.questions.failure(cause.rank, cause.seq)
@@ -276,12 +306,6 @@ class CollectiveWork(Work[Any]):
             if (note := self._where(error.rank)) and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
-        if late_warnings.pending:
-            late_warnings.show_warnings()
-        self._waited()
-        if self.untaken is not None:
-            self.untaken.waited = True
-        return True
 
 
 def _numel(tensors: Tensors) -> int:

@@ -121,11 +121,13 @@ class _Call:
         x = read(x).detach()
         return x.clone(memory_format=torch.contiguous_format) if self.async_op else x.contiguous()
 
-    def result(self, what: str, place: MeshPlace, make: Callable[[], Any]) -> Any:
+    def result(self, what: str, place: MeshPlace, make: Callable[[], Any], there: bool = False) -> Any:
         """Returns the result that ``make`` gives; of an asynchronous collective a Work, which makes it in the end, in
-        the modes of now."""
+        the modes of now, unless it is ``there`` already."""
         if self.ended is None:
             return make()
+        if there:
+            return CollectiveWork(self.ended, (what, "on", place), make, place.outbox.where)
         grads = torch.is_grad_enabled()
 
         def later() -> Any:
@@ -216,7 +218,7 @@ def all_reduce_(
     another view of ``x`` before ``wait()`` raises that); GraphError for an asynchronous one while a graph is recorded.
     """
     work = reduced_in_place(x, op, over, async_op, transport, algorithm)
-    return work.guarding([x], here()) if async_op else work  # type: ignore[no-any-return]
+    return work.guarding([x]) if async_op else work  # type: ignore[no-any-return]
 
 
 def reduced_in_place(
@@ -240,7 +242,7 @@ def reduced_in_place(
     written(x)
     if x.is_contiguous():
         call.issue("all_reduce", [x], [x])
-        return call.result("all_reduce_", place, lambda: x)
+        return call.result("all_reduce_", place, lambda: x, True)
     if async_op:
         raise ValueError(
             f"all_reduce_ with async_op takes a contiguous tensor, and this one of shape {tuple(x.shape)} has strides "

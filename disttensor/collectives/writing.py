@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.call_site import here
 from ..futures.listening import GroupEnd
 from ..futures.work import Work
 from ..proxy.meta import APART, Busy, Handle, Lazy, Meta, Shared, live_proxies, minted_refs
@@ -69,13 +70,21 @@ class Writing:
         )
 
 
-def guard(written: Sequence[Any], work: Work[Any], ended: GroupEnd, site: Site | None) -> Writing | None:
+def guard(written: Sequence[Any], work: Work[Any], ended: GroupEnd) -> Writing | None:
     """Refuses uses of the other views of what a collective writes, until a wait for its end, which ``ended`` tells of.
-    It looks at each tensor for such views, and returns None where there are none."""
-    shared = [tensor for tensor in written if _is_shared(tensor)]
+    It looks at each tensor for such views, and returns None where there are none. Called below the user's line.
+
+    A view that was not used yet holds the tensor's handle, others hold the tensor as ``_base``.
+    """
+    count = sys.getrefcount
+    shared = [
+        tensor
+        for tensor in written
+        if tensor._is_view() or count(tensor._h) > 2 or (tensor._use_count() > 1 and _has_views(tensor))
+    ]
     if not shared:
         return None
-    writing = Writing(work, ended, site)
+    writing = Writing(work, ended, here())
     names = [(each, set(_names(each))) for each in _used()]
     mine = {id(tensor._h) for tensor in written}
     for tensor in shared:
@@ -94,18 +103,13 @@ def _used() -> list[Any]:
 _with_views: tuple[int, frozenset[int]] = (-1, frozenset())
 
 
-def _is_shared(tensor: Any) -> bool:
-    """Returns whether a tensor is a view or has some.
+def _has_views(tensor: Any) -> bool:
+    """Returns whether a tensor that others hold has views.
 
-    A view that was not used yet holds the tensor's handle, others hold the tensor as ``_base``. So do a parameter of
-    which it is the gradient, and autograd: then all tensors are looked at, once for as long as no view is made on a
-    node, which mints a ref. A loop over gradients looks once.
+    A parameter of which it is the gradient holds it, too, and autograd: so all tensors are looked at, once for as long
+    as no view is made on a node, which mints a ref. A loop over gradients looks once.
     """
     global _with_views
-    if tensor._is_view() or sys.getrefcount(tensor._h) > 2:
-        return True
-    if tensor._use_count() <= 1:
-        return False
     minted = minted_refs()
     if _with_views[0] != minted:
         bases = (each._base for each in _used())

@@ -77,7 +77,7 @@ class GroupEnd(Heard):
     def __init__(self, session: Session, nodes: Sequence[int]) -> None:
         """Raises NodeLost, DisttensorError after the session's end."""
         self.session, self.nodes = session, nodes
-        self.request: GroupRequest = session.link.requests.new_of_group(nodes, c.TookPart)
+        self.request: GroupRequest = session.link.requests.new_of_group(nodes)
 
     @property
     def node(self) -> int:
@@ -113,7 +113,7 @@ class GroupEnd(Heard):
         deadline = None if timeout is None else time.monotonic() + timeout
         if not request.done:
             self._wait(request.is_decided, timeout)
-        if request.done and not request.failed and not request.waiting:
+        if request.well:
             return None
         for node in self.nodes:
             if not request.is_answered(node):

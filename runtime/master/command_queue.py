@@ -443,6 +443,11 @@ class CommandQueue:
         if self.over:  # set before the limit by a thread that ends the queue, and looked at after it: it stays 0
             self.batch = self.limit = 0
 
+    def take_more(self) -> None:
+        """Doubles the flush threshold once more: what has just left keeps its nodes busy for as long as several
+        commands do. The caller holds the lock, if there is one."""
+        self.set_flush_threshold(next_threshold(self, self.most))
+
     def block(self) -> None:
         """Has every command flushed at once from now on."""
         self.blocking = self.eager = True

@@ -96,6 +96,13 @@ class Replies:
                 raise ProtocolError(f"{len(reply.reasons)} reasons of node {rank} where {request.due} were asked for")
             node.connection.answered = reply.request
             self._requests.answer(request, rank, reply)
+        elif hello is not None and type(reply) is c.TookPart:
+            for number in self._requests.take_parts(rank, reply.requests):
+                request = self._asked(node, reply, number)
+                if request is not None:
+                    raise ProtocolError(f"a TookPart where {request.kind.__name__} was asked for")
+            if reply.requests:
+                node.connection.answered = reply.requests[-1]
         elif isinstance(reply, c.Hello):
             if hello is not None:
                 raise ProtocolError("a second hello")
@@ -129,14 +136,6 @@ class Replies:
             self._state.failures.on_warning(reply, rank, node.outbox.site(seq))
         elif isinstance(reply, c.AtBreakpoint):
             self._state.breakpoints.take_reply(rank, node.connection.stops, reply)
-        elif isinstance(reply, c.TookPart):
-            for number in reply.requests:
-                request = self._asked(node, reply, number)
-                if request is not None:
-                    if request.kind is not c.TookPart:
-                        raise ProtocolError(f"a TookPart where {request.kind.__name__} was asked for")
-                    node.connection.answered = number
-                    self._requests.answer(request, rank, reply)
 
     def _asked(self, node: Node, reply: c.Reply, number: int) -> Request | None:
         """Returns the request of a number that a node's reply names; None if nobody waits for that any more. Raises

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 
 from ..process.callbacks import call_callbacks
 from ..protocol import commands as c
@@ -168,11 +169,6 @@ class _OfSeveral(Request):
     def ranks(self) -> list[int]:
         return list(self.waiting)
 
-    def _is_last(self, rank: int) -> bool:
-        self.waiting.discard(rank)
-        self.node = next(iter(self.waiting), rank)
-        return not self.waiting
-
 
 class MeshRequest(_OfSeveral):
     """An answer of each of several nodes, which are asked by one command."""
@@ -186,7 +182,7 @@ class MeshRequest(_OfSeveral):
 
     def add_reply(self, rank: int, reply: c.Reply) -> bool:
         self.replies[rank] = reply
-        waiting = self.waiting  # as ``_is_last``, in one function: a question to a mesh has so many replies
+        waiting = self.waiting
         waiting.discard(rank)
         if self.node == rank and waiting:
             self.node = next(iter(waiting))
@@ -197,14 +193,23 @@ class GroupRequest(_OfSeveral):
     """An answer of each node of a group, for which no thread has to wait. The loss of a node ends that node's part
     only."""
 
-    __slots__ = ("_then", "causes", "failed", "gone")
+    # fields are the class's until they change, and without slots: each asynchronous collective makes a request
+    kind, due, counted, site, waker, queue = c.TookPart, 0, False, None, None, None
+    reply: c.Reply | None = None
+    done = False
+    failed = False  #: whether a node's part has failed, or a node was lost
+    well = False  #: whether all nodes have answered, and no part has failed; set before ``done``
+    causes: Mapping[int, c.Poisoned] = MappingProxyType({})  #: why parts have failed, by node
+    gone = frozenset[int]()  #: the nodes that were lost before they have answered
 
-    def __init__(self, id: int, ranks: Sequence[int], kind: type[Message]) -> None:
-        super().__init__(id, ranks, kind, 0)
-        self.failed = False  #: whether a node's part has failed, or a node was lost
-        self.causes: dict[int, c.Poisoned] = {}  #: why, by node
-        self.gone: set[int] = set()  #: the nodes that were lost before they have answered
+    def __init__(self, id: int, ranks: Sequence[int]) -> None:
+        self.id, self._ranks = id, ranks
+        self.waiting = set(ranks)
         self._then: deque[Callable[[], object]] = deque()
+
+    @property
+    def node(self) -> int:  # type: ignore[override]
+        return min(self.waiting, default=self._ranks[0])
 
     def call_at_end(self, fn: Callable[[], object]) -> None:
         """Has ``fn`` called once no answer is due any more, in whichever thread takes the last one, or now: it must not
@@ -223,16 +228,20 @@ class GroupRequest(_OfSeveral):
 
     def add_reply(self, rank: int, reply: c.Reply) -> bool:
         if type(reply) is c.Poisoned:
-            self.causes[rank], self.failed = reply, True
-        return self._is_last(rank)
+            self.causes, self.failed = {**self.causes, rank: reply}, True
+        self.waiting.discard(rank)
+        return not self.waiting
 
     def is_over_without(self, rank: int) -> bool:
-        self.gone.add(rank)
+        self.gone |= {rank}
         self.failed = True
-        return self._is_last(rank)
+        self.waiting.discard(rank)
+        return not self.waiting
 
     def resolve(self, reply: c.Reply | None = None) -> None:
-        super().resolve(reply)
+        # it has no waker: who waits for it does so with another request, and has this one call it
+        self.well = not self.failed and not self.waiting
+        self.reply, self.done = reply, True
         if self._then:
             call_callbacks(self._then)
 
@@ -303,14 +312,13 @@ class Requests:
         self._due[request.id] = request
         return request
 
-    def new_of_group(self, ranks: Sequence[int], kind: type[Message]) -> GroupRequest:
+    def new_of_group(self, ranks: Sequence[int]) -> GroupRequest:
         """Returns a new request to nodes, each of which gets its id with a command. Raises as ``check``."""
+        nodes, number = self._state.nodes, next(self._ids)
         for rank in ranks:
-            outbox = self._state.nodes[rank].outbox
-            if outbox.over:
-                self._state.check(outbox)
-        request = GroupRequest(next(self._ids), ranks, kind)
-        self._due[request.id] = request
+            if nodes[rank].outbox.over:
+                self._state.check(nodes[rank].outbox)
+        request = self._due[number] = GroupRequest(number, ranks)
         return request
 
     def withdraw(self, request: Request) -> None:
@@ -341,6 +349,20 @@ class Requests:
         if request.add_reply(rank, reply):
             self._due.pop(request.id, None)
             request.resolve(reply)
+
+    def take_parts(self, rank: int, numbers: Sequence[int]) -> Iterator[int]:
+        """Takes it that a node has done its part in what these requests of groups are about, and ends the waits for
+        which that was the last answer due. Yields the numbers of those that are no such requests, or not due of it."""
+        get = self._due.get
+        for number in numbers:
+            request = get(number)
+            if type(request) is not GroupRequest or rank not in (waiting := request.waiting):
+                yield number
+                continue
+            waiting.discard(rank)  # as ``answer``, in one function: each node tells so of each asynchronous collective
+            if not waiting:
+                self._due.pop(number, None)
+                request.resolve()
 
     def lose(self, rank: int) -> None:
         """Ends the waits for a node that is lost."""

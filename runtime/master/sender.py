@@ -204,12 +204,15 @@ class Sender:
                 self._state.check(outbox)
                 if outbox.shut:
                     self.open(outbox)
+            leave = hurry
             for outbox, (_, command, site) in zip(outboxes, commands, strict=True):
                 outbox.add(command, site)
-                hurry = hurry or len(outbox.queue) >= outbox.batch
-            if hurry:
+                leave = leave or len(outbox.queue) >= outbox.batch
+            if leave:
                 for outbox in outboxes:
                     self.pack_and_send(outbox)
+                    if not hurry:
+                        outbox.take_more()
                 self._replies.take_in()
             else:
                 for outbox in outboxes:

@@ -88,14 +88,14 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
 }
 #: Small collectives, and the opcodes of the script's thread for each, from the call to the queue.
 COLLECTIVES: dict[str, tuple[Callable[[Operands], object], int]] = {
-    "a list": (lambda it: dt.all_reduce(it.each), 2024),
-    "a list, asynchronous": (lambda it: dt.all_reduce(it.each, async_op=True), 2374),
-    "a mesh": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp"), 1534),
-    "a mesh, asynchronous": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp", async_op=True), 1878),
-    "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2349),
+    "a list": (lambda it: dt.all_reduce(it.each), 2015),
+    "a list, asynchronous": (lambda it: dt.all_reduce(it.each, async_op=True), 2230),
+    "a mesh": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp"), 1530),
+    "a mesh, asynchronous": (lambda it: dt.collectives.all_reduce_(it.spread, over="dp", async_op=True), 1727),
+    "a mesh, to a new tensor": (lambda it: dt.all_reduce(it.spread, over="dp"), 2344),
 }
 #: Those of a wait for an asynchronous one that has ended; and of each node's answer, where one reply has many.
-WAITED, ANSWERED = 62, 94
+WAITED, ANSWERED = 21, 31
 #: The opcodes of the flight record, which is always on: for a message that is sent to a node, and for one that a node
 #: has applied. An operation has none.
 SENT_RECORD, APPLIED_RECORD = 69, 28

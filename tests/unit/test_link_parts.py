@@ -129,7 +129,7 @@ def test_a_callback_of_a_groups_request_that_raises_ends_nothing_else(
 ) -> None:
     """It is called in whichever thread takes the last answer, which waits for something else."""
     requests, told = Requests(state), list[str]()
-    one = requests.new_of_group((0,), c.TookPart)
+    one = requests.new_of_group((0,))
     one.call_at_end(lambda: told.remove("nothing"))
     one.call_at_end(lambda: told.append("next"))
     requests.answer(one, 0, c.TookPart((one.id,)))
@@ -141,28 +141,29 @@ def test_a_callback_of_a_groups_request_that_raises_ends_nothing_else(
 def test_a_request_of_a_group(state: LinkState) -> None:
     """It ends with the last answer that is due: one of a lost node is not."""
     requests, told = Requests(state), list[str]()
-    one, two, three, four = (requests.new_of_group((0, 1), c.TookPart) for _ in range(4))
+    one, two, three, four = (requests.new_of_group((0, 1)) for _ in range(4))
     one.call_at_end(lambda: told.append("one"))
     assert (one.node, one.ranks, one.is_answered(0), one.is_decided()) == (0, [0, 1], False, False)
-    requests.answer(one, 0, c.TookPart((one.id,)))
+    assert [*requests.take_parts(0, (one.id,))] == []
     assert (one.node, one.ranks, one.done, one.is_answered(0), one.is_answered(1)) == (1, [1], False, True, False)
-    requests.answer(one, 1, c.TookPart((one.id,)))
-    assert (one.done, one.failed, told, requests.get(one.id)) == (True, False, ["one"], None)
+    assert [*requests.take_parts(0, (one.id, 99))] == [one.id, 99]  # it has told of one, and there is no 99
+    assert [*requests.take_parts(1, (one.id,))] == []
+    assert (one.done, one.failed, one.well, told, requests.get(one.id)) == (True, False, True, ["one"], None)
     one.call_at_end(lambda: told.append("late"))
     assert told == ["one", "late"]
     poisoned = c.Poisoned(two.id, 1, 5)
     requests.answer(two, 1, poisoned)
-    assert (two.done, two.is_decided(), two.causes) == (False, True, {1: poisoned})
+    assert (two.done, two.is_decided(), two.causes, one.causes) == (False, True, {1: poisoned}, {})
     requests.lose(0)
-    assert (two.done, two.failed, two.gone) == (True, True, {0})
+    assert (two.done, two.failed, two.well, two.gone) == (True, True, False, {0})
     assert (three.done, three.is_decided(), three.ranks) == (False, True, [1])
-    requests.answer(three, 1, c.TookPart((three.id,)))
+    assert [*requests.take_parts(1, (three.id,))] == []
     assert (three.done, three.gone) == (True, {0})
     requests.end()
-    assert (four.done, four.ranks) == (True, [1])
+    assert (four.done, four.well, four.ranks) == (True, False, [1])
     state.nodes[1].lose(NodeLost(1, "a", 1, "it fell"))
     with state.unheard(), pytest.raises(NodeLost):
-        requests.new_of_group((0, 1), c.TookPart)
+        requests.new_of_group((0, 1))
     assert [*requests] == [four]
 
 
@@ -269,6 +270,33 @@ def test_the_sender(hub: FakeHub, state: LinkState) -> None:
     boxes[0].add(c.Sync(request.id))
     hub.say(0, c.Answer(request.id, "7"))
     assert parts.sender.exchange(boxes[0], request, SOON) == c.Answer(request.id, "7")
+
+
+def test_what_leaves_together_without_hurry_takes_fewer_messages(hub: FakeHub, state: LinkState) -> None:
+    """A small collective keeps its nodes busy for longer than most commands, so more of them gather meanwhile."""
+    parts, boxes = Parts(state), [node.outbox for node in state.nodes]
+
+    def counts(hurry: bool) -> list[list[int]]:
+        """Has 20 leave, behind an answer; returns how many commands each message of a node has, for both."""
+        sent = len(hub.sent)
+        for box in boxes:
+            box.restart()
+        for number in range(20):
+            parts.sender.together([(rank, c.Sync(number), None) for rank in (0, 1)], hurry)
+        parts.sender.flush_all()
+        for rank, box in enumerate(boxes):
+            hub.say(rank, done=box.sent)
+        parts.replies.drain()
+        sizes = [(rank, len(codec.decode_batch(message).commands)) for rank, message in hub.sent[sent:]]
+        return [[size for of, size in sizes if of == rank] for rank in (0, 1)]
+
+    assert counts(hurry=False) == [[1, 4, 15]] * 2, "queues that nobody looks at"
+    assert counts(hurry=False) == [[2, 8, 10]] * 2
+    assert counts(hurry=True) == [[1] * 20] * 2
+    boxes[0].restart()
+    boxes[1].block()
+    parts.sender.together([(rank, c.Sync(1), None) for rank in (0, 1)], hurry=False)
+    assert [box.batch for box in boxes] == [16, 2], "one that is blocking stays so"
 
 
 def test_what_begins_a_function_leaves_at_once_unless_the_node_is_busy(hub: FakeHub, state: LinkState) -> None:

@@ -4,8 +4,9 @@ One measurement on two trees or more, in turns: sessions of all trees live side 
 milliseconds, in an order by chance. So a machine whose speed drifts drifts for all, and ratios are exact to about 1 %.
 A tree given twice shows how exact. Prints the medians over sessions of each tree's time over that of the first: by the
 clock, and of the script's thread on its core; and the least time of that thread in any turn. ``launch`` is an
-asynchronous all_reduce of three nodes, launched many times in a row; ``upload`` and ``download`` are of 1 KiB,
-``upload64`` of 64, ``to`` is ``.to("cpu")`` of 1.
+asynchronous all_reduce of three nodes, launched many times in a row; ``flight`` one of 64 B and two nodes, of which 16
+are in flight and then waited for, ``waited`` with a wait after each, ``reduce`` one that is not asynchronous;
+``upload`` and ``download`` are of 1 KiB, ``upload64`` of 64, ``to`` is ``.to("cpu")`` of 1.
 
 Trees are folders with a checkout each (``git worktree add``); all run in this environment.
 """
@@ -27,7 +28,8 @@ import sys, time, torch
 import disttensor as dt
 
 what = sys.argv[1]
-dt.init_master_worker("shm" if what == "shared" else "tcp", nodes=3 if what == "launch" else 2, threads=1)
+backend = "shm" if what in ("shared", "flight", "waited", "reduce") else "tcp"
+dt.init_master_worker(backend, nodes=3 if what == "launch" else 2, threads=1)
 x = torch.ones(8, device="node:0")
 s = x.sum()
 if what in ("copy", "shared"):  # 64 MiB to another node
@@ -39,6 +41,19 @@ if what in ("copy", "shared"):  # 64 MiB to another node
 elif what == "launch":
     xs = [torch.ones(16, device=f"node:{k}") for k in range(3)]
     calls, call = 50, lambda: dt.all_reduce(xs, async_op=True)
+elif what in ("flight", "waited"):
+    xs, many = [torch.ones(16, device=f"node:{k}") for k in range(2)], 16 if what == "flight" else 1
+    works = []
+    calls = 96
+    def call():
+        works.append(dt.all_reduce(xs, async_op=True))
+        if len(works) == many:
+            for work in works:
+                work.wait()
+            works.clear()
+elif what == "reduce":
+    xs = [torch.ones(16, device=f"node:{k}") for k in range(2)]
+    calls, call = 96, lambda: dt.all_reduce(xs)
 elif what == "step":
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to("node:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -75,7 +90,10 @@ for _ in sys.stdin:
     print(clock / calls, core / calls, flush=True)
 dt.shutdown()
 """
-WHAT = ("item", "issue", "upload", "upload64", "download", "to", "step", "copy", "shared", "launch")
+WHAT = (
+    *("item", "issue", "upload", "upload64", "download", "to", "step", "copy", "shared"),
+    *("launch", "flight", "waited", "reduce"),
+)
 
 
 class Figures(NamedTuple):
