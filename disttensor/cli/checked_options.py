@@ -49,6 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_script(options)
         _check_backend(options.backend)
         _check_process_group(options)
+        _check_spares(options)
         options.output = _output(options)
         options.env = forwarded(options.env or ())
     except (ValueError, OSError) as e:
@@ -217,13 +218,19 @@ def _no_script(name: str) -> str:
     return "does not exist"
 
 
+def _check_spares(options: argparse.Namespace) -> None:
+    """Raises ValueError where no node can be started later, for whose place one would be kept free."""
+    if options.spares and (why := method_of(options).no_restart):
+        raise ValueError(f"--spares {options.spares}: {why}")
+
+
 def _check_process_group(options: argparse.Namespace) -> None:
     """Raises ValueError for options about a master beside --process-group, which has none."""
     if not options.process_group:
         return
     if method_of(options).ranks_given:
         raise ValueError("--process-group: under mpiexec each process already runs the script; leave dtrun out")
-    for name in ("simulate_cuda", "backend"):
+    for name in ("simulate_cuda", "backend", "spares"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for nodes with a master, and --process-group has none")
     for name, can in (("encrypt", "encrypt"), ("checksum", "compare checksums of")):
@@ -246,7 +253,7 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
     spec = LaunchSpec(
         method.name,
         hosts=hosts,
-        least=least * slots if joining else 0,
+        least=max(1, least * slots - (options.spares or 0)) if joining else 0,
         most=most * slots if joining or method.counted else 0,
         python=options.python or "",
         interface=tuple(name.strip() for name in (options.interface or "").split(",") if name.strip()),

@@ -155,6 +155,10 @@ def parser() -> Parser:
         help="how many nodes to start on each host, or gpu or cpu: one for each (default: one per GPU, at least 2)",
     )  # fmt: skip
     both(
+        nodes, "--spares", metavar="N", type=at_least(0),
+        help="keep places for N nodes more free, on all hosts together, for those of lost ones",
+    )  # fmt: skip
+    both(
         nodes, "--simulate-cuda", metavar="K", type=at_least(0),
         help="give each node K simulated CUDA devices (CPU memory)",
     )  # fmt: skip

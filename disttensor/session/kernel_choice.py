@@ -49,7 +49,7 @@ class Operand(Protocol):
 
 def record(hello: Hello, device: str) -> KernelFacts:
     """Returns the record of a node's device ("cpu", "cuda:1"). The node's torch has the script's version (`meet` in
-    startup/start.py checks that)."""
+    meeting.py checks that)."""
     _, _, index = device.partition(":")
     kind = "cuda" if index and not hello.simulated else "cpu"
     capability = hello.abilities.capabilities[int(index)] if index else (0, 0)

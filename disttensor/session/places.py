@@ -34,6 +34,7 @@ from ..runtime.protocol import commands as c
 from ..runtime.protocol.allow_list import BASE, AllowList
 from ..runtime.protocol.errors import DisttensorError
 from . import kernel_choice
+from .likeness import unlike
 
 #: The type of the reply to a request.
 R = TypeVar("R", bound=c.Message)
@@ -233,6 +234,11 @@ class NodePlace(_Place):
             return f"'node:{self.node}'"
         is_default = self.origin is self.session.places.at(self.node)
         return f"dt.device({self.node})" if is_default else f"dt.device({self.node}, {self.name!r})"
+
+    @property
+    def incarnation(self) -> int:
+        """How many workers were in the node's place before the one that is there."""
+        return self.session.nodes[self.node].connection.number
 
     @property
     def host(self) -> NodePlace:
@@ -640,16 +646,13 @@ class Places:
         """Notes that another worker is in a node's place: its generators begin with their seeds. Returns the commands
         by which they do. The caller holds the lock.
 
-        Raises DisttensorError for a worker whose devices are others than those of the node's places.
+        Raises DisttensorError for a worker that is unlike the one before it.
         """
         rank, hello = node.rank, node.hello
+        former = node.former[0].hello  # the first of all, so that none is a little less than the one before it
+        if former is not None and (why := unlike(former, hello)):
+            raise DisttensorError(f"the process on {hello.host} can't be in the place of node {rank}: {why}")
         mine, meshes = self.of_node(rank), [mesh for mesh in self._places_of_meshes if rank in mesh.ranks]
-        for place in mine:
-            if place.name not in hello.devices or kernel_choice.record(hello, place.name) != place.record:
-                raise DisttensorError(
-                    f"the worker on {hello.host} can't be in the place of node {rank}: its {place.name} is not there, "
-                    f"or another kind of device; it has {', '.join(hello.devices)}"
-                )
         for each in (*mine, *meshes):
             each.home.permitted.clear()
             each.drawing = -1

@@ -108,6 +108,7 @@ class Session:
         #: what compares copies and collectives with local torch's (``verify=``), in whose place it is called
         self.check: Any = None
         self.max_nodes = nodes  #: the largest number of nodes, with those that may still join
+        self.never_again = ""  #: the reason why no process can be started in a lost node's place; empty where one can
         self.bundle: Bundle | None = None  #: the bundle of one more node, but for its rank and keys
         #: nodes that are threads of this process
         self.threads: list[threading.Thread] = []

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-import msgspec
 import torch
 
 from ..dispatch.call_site import here
 from ..errors.argument_checks import spelled, whole_number
-from ..proxy.meta import new_ref
 from ..runtime.master.failures import line_of
 from ..runtime.master.route import waits
 from ..runtime.process import undertakings
-from ..runtime.protocol.bundle import Bundle
 from ..runtime.protocol.errors import DisttensorError, StartError
-from ..runtime.protocol.keys import curve_pair
 from ..session import current
+from ..session.meeting import meet
+from ..session.replacing import START, bundle_for, key_pairs
 from ..session.session import Session
-from .start import meet
 
-#: Seconds for a node to start, once its host has joined.
-START = 60.0
 #: Seconds between two looks for hosts that have joined.
 _PAUSE = 0.05
 
@@ -88,14 +82,9 @@ def _take_in(session: Session, count: int) -> None:
         raise DisttensorError("no node can join this session")
     bundles, nodes = [], []
     for _ in range(count):
-        own, beside = [curve_pair() if bundle.server_key else ("", "") for _ in range(2)]
+        own, beside = key_pairs(bundle)
         nodes.append(link.extend(own[0], beside[0]))
-        bundles.append(
-            msgspec.structs.replace(
-                bundle, rank=nodes[-1].rank, nodes=1, public_key=own[0], secret_key=own[1],
-                side_public_key=beside[0], side_secret_key=beside[1],
-            )
-        )  # fmt: skip
+        bundles.append(bundle_for(session, nodes[-1].rank, own, beside))
     try:
         launcher.start(bundles)
         meet(session, [node.rank for node in nodes], START)
@@ -105,40 +94,6 @@ def _take_in(session: Session, count: int) -> None:
         raise
     finally:
         session.extend(nodes)
-
-
-def reconnect(session: Session, rank: int, start: Callable[[Bundle], object] | None = None) -> None:
-    """Puts another worker in a lost node's place, and waits for it: the node goes on, with none of its tensors. What
-    uses these raises NodeLost, which says who has held them.
-
-    ``start`` starts a worker by its bundle; None: the session's launcher does. A worker that has not come is lost; the
-    call may be made again.
-
-    Raises TimeoutError where the launcher does not know that the lost process has ended, StartError where no other one
-    comes, else as ``Session.take_back`` and ``Link.reconnect``.
-    """
-    link, launcher, bundle = session.link, session.launcher, session.bundle
-    if start is None and launcher is not None:
-        start = lambda bundle: launcher.start([bundle])  # noqa: E731
-    if start is None or bundle is None:
-        raise DisttensorError("this session has no launcher that could start another node")
-    node = link.nodes[rank]
-    if node.lost is not None:
-        link.losses.wait_for_end(node, START)
-    own, beside = [curve_pair() if bundle.server_key else ("", "") for _ in range(2)]
-    connection = link.reconnect(rank, own[0], beside[0])
-    try:
-        start(
-            msgspec.structs.replace(
-                bundle, rank=rank, nodes=1, first=connection.first, public_key=own[0], secret_key=own[1],
-                side_public_key=beside[0], side_secret_key=beside[1],
-            )
-        )  # fmt: skip
-        meet(session, [rank], START)
-    except BaseException as e:
-        link.losses.lose(rank, f"it did not start: {e}")
-        raise
-    session.take_back(node, new_ref)
 
 
 @spelled

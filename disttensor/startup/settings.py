@@ -36,6 +36,7 @@ class Settings:
     spec: LaunchSpec  #: the hosts of nodes, and the launcher that starts them
     method: LaunchMethod  #: the launcher's row
     nodes: int | tuple[int, int] | None  #: the number of nodes, or (to begin with, at most); None: as many as there are
+    spares: int  #: how many places more are kept free, for those of lost nodes
     channel: str  #: the name of the session's own data channel
     simulate_cuda: int  #: simulated CUDA devices per node
     threads: int  #: torch's intra-op threads per node; 0: the node counts its host's cores
@@ -86,8 +87,11 @@ class Settings:
         """
         nodes = check(arguments)
         given = dict(arguments)
-        spec = _spec(given, nodes, environment, said, where, automatic, folder)
+        spares = int(setting("spares", given["spares"], environment))
+        spec = _spec(given, nodes, spares, environment, said, where, automatic, folder)
         method = launch_method(spec.launcher)
+        if spares and method.no_restart:
+            raise ValueError(f"spares={spares}: {method.no_restart}")
         if given["interface"] is not None and method.hosts == "here":
             raise ValueError(
                 f"interface={given['interface']!r} is where nodes of other hosts reach this one, and all nodes of "
@@ -104,6 +108,7 @@ class Settings:
             spec=spec,
             method=method,
             nodes=setting("nodes", nodes, environment),
+            spares=spares,
             channel=channel,
             simulate_cuda=int(setting("simulate_cuda", given["simulate_cuda"], environment)),
             threads=given["threads"] or 0,
@@ -125,7 +130,7 @@ def check(arguments: Mapping[str, Any]) -> int | tuple[int, int] | None:
     if not isinstance(backend, str):
         meant = f"; did you mean nodes={backend!r}?" if isinstance(backend, (int, tuple)) else ""
         raise TypeError(f"backend is the name of a data channel, such as 'tcp', not {backend!r}{meant}")
-    for name, least in (("simulate_cuda", 0), ("threads", 1)):
+    for name, least in (("spares", 0), ("simulate_cuda", 0), ("threads", 1)):
         if arguments[name] is not None:
             argument_checks.whole_number(name, arguments[name], least)
     for name in ("trusted_network", "encrypt", "checksum"):
@@ -180,6 +185,7 @@ def _method(name: str) -> LaunchMethod:
 def _spec(
     given: Mapping[str, Any],
     nodes: int | tuple[int, int] | None,
+    spares: int,
     environment: Mapping[str, str],
     said: LaunchSpec | None,
     where: Rendezvous | None,
@@ -193,7 +199,7 @@ def _spec(
     if where is not None:
         if (asked is not None and asked.hosts != "joining") or hosts is not None:
             raise ValueError(f"with init_method {str(where)!r} nodes come by themselves; leave launcher and hosts out")
-        spec, said = _spec_to_join(where, nodes, folder), None
+        spec, said = _spec_to_join(where, nodes, spares, folder), None
     elif asked is not None and asked.hosts == "joining" and (said is None or said.launcher != launcher):
         raise ValueError(
             f"launcher={launcher!r} needs an init_method, which says where nodes come to: 'tcp://host:port', ..."
@@ -234,11 +240,12 @@ def _spec(
     return msgspec.structs.replace(spec, **changes)
 
 
-def _spec_to_join(where: Rendezvous, nodes: int | tuple[int, int] | None, folder: str) -> LaunchSpec:
+def _spec_to_join(where: Rendezvous, nodes: int | tuple[int, int] | None, spares: int, folder: str) -> LaunchSpec:
     least, most = nodes if isinstance(nodes, tuple) else (nodes, nodes)
-    most = most or (where.size or 1) - 1
+    most = most + spares if most else (where.size or 1) - 1
     if not most:
         raise ValueError(f"how many nodes are to come to {where}? Give nodes, or rank and world_size")
+    least = least or max(1, most - spares)
     return LaunchSpec(
-        BY_JOINING, least=least or most, most=most, interface=where.interface, options=where.options, folder=folder
+        BY_JOINING, least=least, most=most, interface=where.interface, options=where.options, folder=folder
     )

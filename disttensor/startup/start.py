@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from ..runtime.channel import name_for_nodes
 from ..runtime.channel.base import MASTER, ChannelContext
 from ..runtime.channel.opened import Channels, maker
 from ..runtime.channel.registry import check_protection, usable_channel
-from ..runtime.host import descriptors, versions
+from ..runtime.host import descriptors
 from ..runtime.host.addresses import LOOPBACK
 from ..runtime.host.job_sockets import may_be_asked
 from ..runtime.host.launch_spec import spec_of_dtrun
@@ -42,12 +41,13 @@ from ..runtime.process.observing import ScriptSeam
 from ..runtime.process.signals import Interrupts
 from ..runtime.protocol import bundle as b
 from ..runtime.protocol.allow_list import AllowList
-from ..runtime.protocol.errors import LAST_OUTPUT, DisttensorError, NodeLost, StartError
+from ..runtime.protocol.errors import DisttensorError, NodeLost, StartError
 from ..runtime.protocol.keys import curve_pair, job_id, job_secret
 from ..runtime.transport.inproc import InprocHub
 from ..runtime.transport.sockets import SIDE_UNREAD
 from ..runtime.transport.zmq import ZmqHub
 from ..session import caches, current
+from ..session.meeting import meet
 from ..session.places import MAX_SLOTS
 from ..session.session import Session
 from ..streams import streams
@@ -114,6 +114,7 @@ def init_master_worker(
     backend: str = "auto",
     *,
     nodes: int | tuple[int, int] | None = None,
+    spares: int | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -150,6 +151,8 @@ def init_master_worker(
             shared memory between processes that share it and TCP between others.
         nodes: how many nodes to start. Default: the number that dtrun gives, else as many as the hosts have slots, else
             one per GPU, at least 2; all of mpiexec's. (2, 4): begin with 2, and let up to 4 join (``wait_for_nodes``).
+        spares: how many places more are kept free, for ``dt.nodes()[k].replace()`` (docs/RECOVERY.md). Nothing runs in
+            one, and it has a share of its host's GPUs and cores. Default: dtrun's, else 0.
         init_method: the rendezvous of nodes that come by themselves: "tcp://host:port", "env://", "file:///path"
             (docs/BOOTSTRAP.md). None or "local://": this process has them started.
         rank, world_size: with an init_method, when all processes run one script: rank 0 is the master, and in each
@@ -271,7 +274,7 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
         _check_descriptors(settings)
         starter = get_launcher(settings.method.name).of(settings.spec)
         undo.callback(starter.stop, 0)
-    count = _count(settings.nodes, starter, settings.spec.least)
+    count = _count(settings.nodes, starter, settings.spec.least, settings.spares)
     if starter is not None and (why := descriptors.shortage(count)):  # libzmq ends a process that has none left
         raise StartError(why)
     job, secret = job_id(), job_secret()
@@ -301,8 +304,9 @@ def _start(settings: Settings, undo: contextlib.ExitStack) -> Session:
     undo.callback(session.close, 0)
     session.allow = AllowList(settings.allow_ops)
     session.bundle = bundle
+    session.never_again = settings.method.no_restart
     if starter is not None and starter.grows:
-        session.max_nodes = max(count, min(starter.capacity or 0, MAX_SLOTS))
+        session.max_nodes = max(count, min((starter.capacity or 0) - settings.spares, MAX_SLOTS))
     if isinstance(hub, InprocHub):
         session.changes.enter_context(guarded())
         for each in bundles:
@@ -369,7 +373,7 @@ def _hub(
         trusted_network=settings.protection.trusted,
         checksum=settings.protection.checksum,
         nodes=count,
-        local_size=count,
+        local_size=count + settings.spares,
         simulate_cuda=settings.simulate_cuda,
         threads=settings.threads,
         bind=settings.bind,
@@ -422,7 +426,7 @@ def _check_descriptors(settings: Settings) -> None:
     Raises StartError.
     """
     if settings.method.hosts == "here":
-        count = here = _count(settings.nodes, None, settings.spec.least)
+        count = here = _count(settings.nodes, None, settings.spec.least, settings.spares)
     else:
         least = settings.nodes[0] if isinstance(settings.nodes, tuple) else settings.nodes
         count, here = least or settings.spec.least or 1, 0
@@ -430,97 +434,24 @@ def _check_descriptors(settings: Settings) -> None:
         raise StartError(why)
 
 
-def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int) -> int:
-    """Returns the number of nodes to begin with. Raises ValueError for none, or more than the launcher has room for."""
+def _count(nodes: int | tuple[int, int] | None, starter: Launcher | None, least: int, spares: int) -> int:
+    """Returns the number of nodes to begin with. Raises ValueError for none, or more than the launcher has room for,
+    with the spare places."""
     capacity = starter.capacity if starter else None
     if isinstance(nodes, tuple):  # none come later where none come by themselves
         nodes = nodes[0 if starter is not None and starter.grows else 1]
-    count = least or capacity or max(2, torch.cuda.device_count()) if nodes is None else nodes
+    if nodes is not None:
+        count = nodes
+    elif capacity is not None:
+        count = min(least or capacity, capacity - spares)
+    else:
+        count = least or max(2, torch.cuda.device_count() - spares)
+    beside = f", spares={spares}" if spares else ""
     if count < 1:
-        raise ValueError(f"nodes={count}: at least one node is needed")
-    if starter and capacity is not None and count > capacity:
-        raise ValueError(f"nodes={count}: {starter.too_many(count)}")
+        raise ValueError(f"nodes={count}{beside}: at least one node is needed")
+    if starter and capacity is not None and count + spares > capacity:
+        raise ValueError(f"nodes={count}{beside}: {starter.too_many(count + spares)}")
     return count
-
-
-def meet(session: Session, ranks: Sequence[int], timeout: float) -> None:
-    """Waits for these nodes' hellos, and checks that protocol and torch have the master's versions. Gives up when
-    nothing has got on for ``timeout`` seconds: no node has come, and the launcher says of all what it said before.
-
-    Raises StartError.
-    """
-    missing, progress = list(ranks), _Progress(session, timeout)
-    with undertakings.mine.during(lambda: _words_of_start(len(ranks), len(missing), progress.state)):
-        _meet(session, ranks, missing, progress, timeout)
-
-
-def _words_of_start(count: int, missing: int, state: str) -> str:
-    waits = "; ".join(state.splitlines())
-    return f"starting {count} node{'s'[: count != 1]}: {count - missing} ready" + (waits and f"; {waits}")
-
-
-def _meet(session: Session, ranks: Sequence[int], missing: list[int], progress: _Progress, timeout: float) -> None:
-    link = session.link
-    while True:
-        # each as it comes: one of another version is refused, however long the others take
-        for rank in [rank for rank in missing if link.nodes[rank].said_hello is not None]:
-            _check_versions(session, rank)
-            missing.remove(rank)
-        if not missing:
-            return
-        late = progress.late(missing)
-        link.replies.drain()
-        if lost := next((found for found in link.losses.errors if found.rank in ranks), None):
-            where = f" on {lost.host}" if lost.host != "?" else ""
-            raise StartError(f"node {lost.rank}{where} did not start: {lost.cause}" + _tail(lost.tail))
-        if late:
-            text = f"nodes {missing} of {len(ranks)} have not answered within {timeout} s"
-            counted = "\n(counted from the last sign that any of them got on)" if progress.got_on else ""
-            raise StartError(text + (progress.state and f":\n{progress.state}") + counted)
-        link.waiting.pause(0.005)  # short: another thread may take in the message that ends this wait
-
-
-class _Progress:
-    """How nodes get on that start. Many of them on a busy host take long, and that is not a fault of theirs."""
-
-    #: Seconds between two looks at what the launcher says of them.
-    LOOK = 0.5
-
-    def __init__(self, session: Session, timeout: float) -> None:
-        self._launcher, self._timeout = session.launcher, timeout
-        self._since = self._looked = time.monotonic()
-        self._missing: list[int] = []
-        self.state = ""  #: what those that are missing wait for, in the launcher's words
-        self.got_on = False  #: whether any of them has got on since the first look
-
-    def late(self, missing: Sequence[int]) -> bool:
-        """Looks at those that are missing; returns whether nothing has got on for too long."""
-        now = time.monotonic()
-        over = now - self._since > self._timeout
-        if self._missing and not over and now - self._looked < self.LOOK:
-            return False
-        state = self._launcher.missing(missing) if self._launcher is not None else ""
-        if (state, missing) != (self.state, self._missing):
-            self.got_on = bool(self._missing)
-            self.state, self._missing, self._since, over = state, list(missing), now, False
-        self._looked = now
-        return over
-
-
-def _check_versions(session: Session, rank: int) -> None:
-    """Raises StartError when a node that has said hello is of another job, or its host differs from this one."""
-    hello = session.link.nodes[rank].hello
-    here = versions.own({"torch": str(torch.__version__)})
-    there = versions.Versions(hello.host, hello.python, hello.protocol, packages={"torch": hello.torch})
-    why = versions.refusal(here, there)
-    if not why and hello.job != session.job:
-        why = f"it is of job {hello.job}, and this is job {session.job}"
-    if why:
-        raise StartError(f"node {rank} on {hello.host} did not start: {why}")
-
-
-def _tail(lines: Sequence[str]) -> str:
-    return f"\n{LAST_OUTPUT}\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
 
 
 def shutdown() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any, SupportsIndex, overload
 
 from ..dispatch.call_site import here
+from ..proxy.meta import new_ref
 from ..runtime.master.failures import line_of
 from ..runtime.master.node import Node
+from ..runtime.master.route import waits
 from ..runtime.process.tables import columns, html
 from ..runtime.protocol.errors import DisttensorError
-from ..session import current
+from ..session import current, replacing
 from ..session.session import Session
 
 
 class NodeInfo(dict[str, Any]):
-    """A node as it was when ``dt.nodes()`` was called: a dict of its attributes, which ends the node too.
+    """A node as it was when ``dt.nodes()`` was called: a dict of its attributes, which ends and replaces the node too.
 
     Pickles and copies of it are plain dicts.
     """
@@ -57,11 +59,7 @@ class NodeInfo(dict[str, Any]):
         Raises NodeLost for a node that is lost already; DisttensorError for a thread of the script
         (``launcher="inproc"``), whose process is the script, for a node of an earlier session, and without a session.
         """
-        session = current.session()
-        if session.job != self._job:
-            raise DisttensorError(
-                f"{self} was a node of a session that was shut down; dt.nodes() has those of this session"
-            )
+        session = self._session()
         if session.shares_process:
             raise DisttensorError(
                 f"node {self.rank} is a thread of the script (launcher='inproc'), and to kill its process would end "
@@ -69,6 +67,40 @@ class NodeInfo(dict[str, Any]):
             )
         session.link.losses.kill(self.rank, f"killed by dt.nodes()[{self.rank}].kill(), at {line_of(here())}")
         self["alive"] = False
+
+    def replace(self, timeout: float | None = 0.0) -> None:
+        """Puts another process in the place of this node, which is lost, and waits until it is there: docs/RECOVERY.md.
+
+            try:
+                step()
+            except dt.NodeLost as error:
+                dt.nodes()[error.rank].replace()
+
+        It *is* the node from then on: devices, meshes, streams, channels and graphs hold, and so do functions and
+        objects that were sent there. Its tensors, its actors and results that were kept there are gone: who reads one
+        gets the NodeLost of then. What is made there from now on is as on any node.
+
+        A process takes a place that was kept free (``init_master_worker(spares=1)``), one that has joined since, or
+        that of the process that has ended. ``timeout`` counts seconds for a place, None: as long as it takes; then it
+        has 60 s to start. After an error the node is lost as before, and the call may be made again.
+
+        Raises DisttensorError for a node that is not lost, for a launcher that can't start a node later, and for a
+        process of another kind (its devices, its memory); TimeoutError without a place; StartError when it does not
+        start, or has another version of torch; GraphError while a graph is recorded.
+        """
+        waits("replace()")
+        session = self._session()
+        replacing.replace(session, self.rank, new_ref, timeout)
+        self.update(_attributes(session.nodes[self.rank]))
+
+    def _session(self) -> Session:
+        """Returns the session that it is a node of. Raises DisttensorError where that was shut down."""
+        session = current.session()
+        if session.job != self._job:
+            raise DisttensorError(
+                f"{self} was a node of a session that was shut down; dt.nodes() has those of this session"
+            )
+        return session
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -108,8 +140,8 @@ def _row(node: NodeInfo) -> tuple[str, ...]:
 
 
 def nodes() -> Nodes:
-    """Returns the nodes, each with its ``rank``, ``host``, ``pid``, ``devices`` (a list of names), ``alive`` (a bool)
-    and ``kill()``.
+    """Returns the nodes, each with its ``rank``, ``host``, ``pid``, ``devices`` (a list of names), ``alive`` (a bool),
+    ``kill()`` and ``replace()``.
 
     They print as a table. Each is a dict as well, ``dt.nodes()[1]["pid"]``, and so goes into JSON.
 
@@ -120,19 +152,18 @@ def nodes() -> Nodes:
 
 def nodes_of(session: Session) -> Nodes:
     """Returns the nodes of a session that have said hello."""
-    return Nodes(_info(session, node) for node in session.nodes if node.said_hello is not None)
+    return Nodes(_info(session, node) for node in session.nodes if node.last_hello is not None)
 
 
 def _info(session: Session, node: Node) -> NodeInfo:
-    found = NodeInfo(
-        rank=node.rank,
-        host=node.hello.host,
-        pid=node.hello.pid,
-        devices=list(node.devices),
-        alive=node.lost is None,
-    )
+    found = NodeInfo(_attributes(node))
     found._job = session.job
     return found
+
+
+def _attributes(node: Node) -> dict[str, Any]:
+    hello, alive = node.hello, node.lost is None
+    return {"rank": node.rank, "host": hello.host, "pid": hello.pid, "devices": list(node.devices), "alive": alive}
 
 
 __all__ = ["NodeInfo", "Nodes", "nodes"]

@@ -44,6 +44,7 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("nodes", "-n", "DISTTENSOR_NODES", "least", number=True, worker="-n"),
+    Setting("spares", "--spares", "DISTTENSOR_SPARES", default=0, number=True),
     Setting("backend", "--backend", "DISTTENSOR_BACKEND", default="auto", unsaid="auto"),
     Setting("simulate_cuda", "--simulate-cuda", "DISTTENSOR_SIMULATE_CUDA", default=0, number=True),
     Setting("bind", "--bind", "DISTTENSOR_BIND", default=""),

@@ -36,6 +36,7 @@ class LaunchMethod:
     in_process: bool = False  #: nodes are threads of the script's process, which no launcher starts
     ranks_given: bool = False  #: what started dtrun has started a process for each node: dtrun itself becomes one
     for_tests: bool = False  #: messages do not offer it
+    restarts: bool = False  #: while a session runs a process can be started in the place of one that has ended
     #: "module:function", which completes the launch spec that dtrun's options make (slurm.py: ``complete``).
     complete: str = ""
     #: "module:function", which returns the arguments of `dtrun worker` where this process is one of several that
@@ -50,6 +51,11 @@ class LaunchMethod:
                 raise TypeError(f"{what} of launch method {self.name!r} has to be a {base.__name__}, not {found!r}")
         if not (self.launcher or self.starter or self.in_process):
             raise TypeError(f"launch method {self.name!r} has neither a launcher nor a starter")
+
+    @property
+    def no_restart(self) -> str:
+        """The reason why no process can be started in a lost node's place; empty where one can."""
+        return "" if self.restarts else f"launcher={self.name!r} can't start a node later"
 
     def check_options(self, names: Iterable[str]) -> None:
         """Raises ValueError for the name of an option that the method does not have."""

@@ -18,9 +18,15 @@ from .tree.host_starter import HostStarter
 #: The launch methods that come with disttensor.
 _METHODS = (
     LaunchMethod(
-        "local", launcher=".starters.local:LocalLauncher", hosts="here", python=False, options=(), fork_server=True
+        "local",
+        launcher=".starters.local:LocalLauncher",
+        hosts="here",
+        python=False,
+        options=(),
+        fork_server=True,
+        restarts=True,
     ),
-    LaunchMethod("ssh", starter=".starters.ssh:SshStarter", options=("ssh", "ssh_options")),
+    LaunchMethod("ssh", starter=".starters.ssh:SshStarter", options=("ssh", "ssh_options"), restarts=True),
     LaunchMethod(
         "join",
         launcher=".starters.join:JoinLauncher",
@@ -28,6 +34,7 @@ _METHODS = (
         hosts="joining",
         python=False,
         options=(),
+        restarts=True,
     ),
     LaunchMethod(
         "slurm",
@@ -62,6 +69,7 @@ _METHODS = (
         starter=".starters.piped:LocalAgentStarter",
         python=False,
         for_tests=True,
+        restarts=True,
     ),
 )
 

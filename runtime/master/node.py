@@ -104,15 +104,28 @@ class Node(Home):
 
     @property
     def hello(self) -> c.Hello:
-        """The node's hello. Raises DisttensorError until it has arrived."""
+        """The node's hello; while another worker comes in its place, that of the former one. Raises DisttensorError
+        until one has arrived."""
         if self.said_hello is None:
+            if (former := self.last_hello) is not None:
+                return former
             raise DisttensorError(f"node {self.rank} has not said hello")
         return self.said_hello
+
+    @property
+    def last_hello(self) -> c.Hello | None:
+        """The last hello of any of its connections."""
+        connections = (self.connection, *reversed(self.former))
+        return next((each.hello for each in connections if each.hello is not None), None)
 
     @property
     def lost(self) -> NodeLost | None:
         """The error that says why the node is gone, once it is."""
         return self.outbox.lost
+
+    @property
+    def _former_devices(self) -> tuple[str, ...]:
+        return ("cpu",) if self.last_hello is None else self.last_hello.devices
 
     @property
     def behind(self) -> int:
@@ -121,8 +134,8 @@ class Node(Home):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of its devices, "cpu" first; only "cpu" for a node that was lost before its hello."""
-        return self.said_hello.devices if self.said_hello is not None else ("cpu",)
+        """The names of its devices, "cpu" first; only "cpu" for a node that was lost before its first hello."""
+        return self.said_hello.devices if self.said_hello is not None else self._former_devices
 
     @property
     def pace(self) -> float:

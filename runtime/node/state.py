@@ -447,7 +447,8 @@ class NodeState:
                 held = (
                     f"tensor {ref} was held by" if rank == self.rank else f"tensor {ref} was not made, with the loss of"
                 )
-                why = f"{held} incarnation {incarnation} of node {rank}, in whose place another worker is now"
+                where = f"incarnation {incarnation} of node {rank}, in whose place another worker is now"
+                why = f"{held} {where}: it was lost, and was not restored"
                 failed = failure_report(self.number, "the use of a tensor", DisttensorError(why))
                 self.emit(replace(failed, lost=rank, incarnation=incarnation))
                 poison = self.store.entries[ref] = Poison(self.rank, self.number)

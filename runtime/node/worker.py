@@ -29,6 +29,7 @@ from ..channel.counted import sent_over_network
 from ..channel.opened import Channels, maker
 from ..host import affinity, capabilities, topology
 from ..host.addresses import LOOPBACK, first_to_answer, interfaces_for
+from ..host.memory_limit import memory_left
 from ..process import page, role
 from ..process.flight import COUNT
 from ..process.observing import BatchApplied, CommandBegun, CommandDone, MessageBegun, NodeSeam
@@ -127,7 +128,14 @@ class NodeWorker:
             no_cipher=codec.one_line(no_cipher()),
             numa=at.numa,
             pcie_root=at.pcie_root,
+            memory=(memory_left()[1], *(self._memory_of(i) for i in range(cuda))),
         )
+
+    def _memory_of(self, index: int) -> int:
+        """Returns the bytes of memory of one of its CUDA devices."""
+        if self.bundle.simulate_cuda:
+            return memory_left()[1]
+        return int(torch.cuda.get_device_properties(index).total_memory)
 
     def serve(self) -> int:
         """Applies commands until StopNode (returns 0), the master's end (75) or a broken protocol (70)."""

@@ -18,7 +18,7 @@ from .framing import PREFIX, length, prefixed
 S = TypeVar("S", bound=msgspec.Struct)
 
 #: The version of everything that crosses a process boundary. Raise it with every change of commands or replies.
-PROTOCOL = 28
+PROTOCOL = 29
 
 #: Seconds without an answer of another host's kernel after which it is gone for a node: the master's, where nothing
 #: else tells, and that of a peer's data channel. Those of host/silence.py, for bundles that say nothing else.

@@ -200,6 +200,8 @@ def _check_hello(hello: c.Hello) -> None:
         raise ProtocolError(f"{hello.pid} is no pid")
     if not -1 <= hello.numa < 1 << 16:
         raise ProtocolError(f"{hello.numa} is not the number of a NUMA node")
+    if len(hello.memory) not in (0, len(hello.devices)) or any(size < 0 for size in hello.memory):
+        raise ProtocolError(f"{hello.memory!s:.200} is not the memory of {len(hello.devices)} devices")
     _check_addresses(hello.addresses)
     _check_abilities(hello)
 

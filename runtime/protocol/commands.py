@@ -559,6 +559,7 @@ class Hello(Message, frozen=True, tag=40):
     no_cipher: str = ""  #: the reason why it can't encrypt payloads; empty if it can
     numa: int = -1  #: the NUMA node of its default device; -1 where the kernel does not say one
     pcie_root: str = ""  #: the PCIe root of its first GPU; empty without
+    memory: tuple[int, ...] = ()  #: the bytes of memory of each of its devices, 0 where nothing tells; empty: not told
 
 
 class Answer(Message, frozen=True, tag=41):

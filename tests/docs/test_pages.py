@@ -16,7 +16,7 @@ WHOLE = ["ENDPOINTS", "LOCKS", "QUEUES", "RESULTS", "SHARED_DICTS", "TASKS"]
 #: Pages that have other snippets beside.
 PARTLY = [
     "ACTORS", "ASYNCHRONOUS", "CHANNELS", "CHECKPOINTS", "DATA", "DATA_PARALLEL", "GRAPHS", "MESHES", "PIPELINE",
-    "SHARDED", "STREAMS", "TENSOR_PARALLEL", "TORCH_PARALLEL", "TRANSFERS", "VERIFYING",
+    "RECOVERY", "SHARDED", "STREAMS", "TENSOR_PARALLEL", "TORCH_PARALLEL", "TRANSFERS", "VERIFYING",
 ]  # fmt: skip
 TEXTS = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in (*WHOLE, *PARTLY)}
 

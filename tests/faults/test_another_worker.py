@@ -139,6 +139,26 @@ def test_it_looks_at_what_it_computes_and_what_was_held_has_no_value(cluster: Cl
     assert dt.seeing.whence(x).failure == ""
 
 
+@pytest.mark.parametrize("cluster", ["threads"], indirect=True)
+def test_one_of_another_kind_is_refused(cluster: Cluster) -> None:
+    """By what differs. The node is lost as before, as it is when none has come, and another one can come."""
+    x = torch.ones(3, device=f"node:{NODE}")
+    cluster.lose()
+    for other, says in (
+        ({"simulate_cuda": 1}, rf"in the place of node {NODE}: its devices are cpu, cuda:0, and"),
+        ({"backend": "pigeons"}, "pigeons"),
+    ):
+        with pytest.raises((dt.DisttensorError, ValueError), match=says):
+            cluster.come(**other)
+        assert [(node.rank, node.alive) for node in dt.nodes()] == [(0, True), (NODE, False), (2, True)]
+        with pytest.raises(dt.NodeLost):
+            (x + 1).cpu()
+    cluster.come()
+    assert torch.ones(3, device=f"node:{NODE}").sum().item() == 3
+    with pytest.raises(dt.NodeLost):
+        x.cpu()
+
+
 def test_streams_go_on(cluster: Cluster) -> None:
     side, dropped = dt.Stream(node=NODE), dt.Stream(node=NODE)
     with dt.stream(side):

@@ -6,19 +6,22 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from limits import HANG
+from msgspec.structs import replace
 
 import disttensor as dt
+from disttensor.proxy.meta import new_ref
 from disttensor.runtime.master.connection import Progress
 from disttensor.runtime.node.worker import NodeWorker
 from disttensor.runtime.protocol.bundle import Bundle
 from disttensor.runtime.transport.inproc import InprocHub
 from disttensor.session import current
-from disttensor.startup.elastic import reconnect
+from disttensor.session.replacing import reconnect
 
 #: The node whose worker is taken away.
 NODE = 1
@@ -44,22 +47,27 @@ class Cluster:
                 raise AssertionError(f"node {NODE} is not lost after {HANG} s")
             self.session.link.waiting.pause(0.01)
             self.session.link.replies.drain()
+        self._join()
+
+    def _join(self) -> None:
         for thread in self.session.threads:  # as a launcher waits for the end of a process
             if thread.name == f"node {NODE}":
                 thread.join(HANG)
 
-    def come(self) -> None:
-        """Puts another worker in its place."""
-        reconnect(self.session, NODE, None if self.kind == "processes" else self._start)
+    def come(self, **other: Any) -> None:
+        """Puts another worker in its place; of threads, one with ``other`` things in its bundle."""
+        start = partial(self._start, **other)
+        reconnect(self.session, NODE, new_ref, None if self.kind == "processes" else start)
 
     def again(self) -> None:
         self.lose()
         self.come()
 
-    def _start(self, bundle: Bundle) -> None:
+    def _start(self, bundle: Bundle, **other: Any) -> None:
         hub: Any = self.session.link.hub
         assert isinstance(hub, InprocHub)
-        worker = NodeWorker(bundle, hub.spoke(bundle.rank))
+        self._join()  # one that was not taken in has no connection any more
+        worker = NodeWorker(replace(bundle, **other), hub.spoke(bundle.rank))
         thread = threading.Thread(target=worker.serve, name=f"node {bundle.rank}", daemon=True)
         thread.start()
         self.session.threads.append(thread)
@@ -97,7 +105,7 @@ def gone(error: pytest.ExceptionInfo[dt.NodeLost], incarnation: int = 0) -> str:
     notes = "\n".join(error.value.__notes__)
     if (error.value.rank, error.value.incarnation) != (NODE, incarnation):
         raise AssertionError(f"{error.value!r} is of another loss: {error.value.incarnation}")
-    if f"was held by incarnation {incarnation} of node {NODE}" not in notes:
+    if f"was held by incarnation {incarnation} of node {NODE}" not in notes or "was not restored" not in notes:
         raise AssertionError(f"who has held it is not said: {notes}")
     if not ("issued: " in notes or "replayed: " in notes) or "test_another_worker.py" not in notes:
         raise AssertionError(f"the line is not said: {notes}")

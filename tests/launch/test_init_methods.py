@@ -279,6 +279,41 @@ def test_nodes_join_while_the_session_runs(start: Start) -> None:
     assert (first.wait(HANG), third.wait(HANG)) == (0, 0)
 
 
+def test_one_that_joins_takes_a_lost_nodes_place(start: Start, tmp_path: Path) -> None:
+    """If it has the same torch: of which another one is named. A host that is gone has no place any more."""
+    url = f"tcp://localhost:{free_port()}"
+    patched = tmp_path / "patched"
+    patched.mkdir()
+    (patched / "sitecustomize.py").write_text(PATCH)
+
+    def worker(**environment: str) -> subprocess.Popen[str]:
+        return start("-m", "dtrun", "worker", "--init-method", url, **environment)
+
+    first = worker()
+    with dt.init_master_worker(init_method=url, nodes=1, spares=1):
+        x, node = torch.arange(3.0, device="node:0"), dt.nodes()[0]
+        assert dt.wait_for_nodes() == 1
+        processes = family(first.pid)[1:]
+        first.kill()
+        assert psutil.wait_procs(processes, HANG)[1] == []
+        with pytest.raises(dt.NodeLost):
+            x.sum().item()
+        with pytest.raises(TimeoutError, match="node 0 can't be replaced: no host has a free place"):
+            node.replace()
+        second = worker(PYTHONPATH=os.pathsep.join([str(patched), *sys.path]))
+        with pytest.raises(dt.errors.StartError, match=r"has torch 1\.2\.3, and .*, has torch "):
+            node.replace(timeout=HANG)
+        second.kill()
+        third = worker()
+        assert not dt.nodes()[0].alive
+        node.replace(timeout=HANG)
+        assert psutil.Process(node.pid) in family(third.pid)
+        assert (torch.arange(3.0, device="node:0") * 2).tolist() == [0.0, 2.0, 4.0]
+        with pytest.raises(dt.NodeLost):
+            x.sum().item()
+    assert third.wait(HANG) == 0
+
+
 def test_a_host_that_does_not_answer() -> None:
     ssh = "sh -c 'case \"$*\" in *-G*) exit 1;; esac; exec sleep 600' ssh"  # -G asks for the user's settings
     with pytest.raises(

@@ -183,8 +183,8 @@ class Unwilling(LocalLauncher):
 
 
 class Changing(LocalLauncher):
-    def start(self, bundles: Sequence[Bundle]) -> None:
-        super().start([msgspec.structs.replace(bundle, threads=1, local_rank=0) for bundle in bundles])
+    def placed(self, bundle: Bundle) -> Bundle:
+        return msgspec.structs.replace(super().placed(bundle), threads=1, local_rank=0)
 
 
 class Wordless(LocalLauncher):

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import torch
+from limits import HANG
 from variants import variants
 
 import disttensor as dt
@@ -23,6 +24,22 @@ def test_a_session_on_three_agents() -> None:
         a, also_a, b, c, also_c = dt.run(os.getppid, node=range(5))  # of each host: the process that starts its nodes
         assert (a, c) == (also_a, also_c)
         assert len({a, b, c}) == 3
+
+
+def test_a_spare_place_on_another_host() -> None:
+    """Which a process takes first; then that of the one that has ended. This host needs no ssh."""
+    hosts, servers = ["localhost", socket.gethostname()], []
+    with pytest.raises(ValueError, match="nodes=2, spares=1: there is room for 2"):
+        dt.init_master_worker(hosts=hosts, nodes=2, spares=1)
+    with dt.init_master_worker(hosts=hosts, spares=1, threads=1):
+        assert dt.session.node_count() == dt.wait_for_nodes() == 1
+        for _ in range(3):
+            servers.append(dt.run(os.getppid, node=0))
+            dt.kill(0)
+            dt.nodes()[0].replace(timeout=HANG)
+        assert servers == [servers[0], servers[1], servers[0]]
+        assert servers[0] != servers[1]
+        assert torch.ones(2, device="node:0").sum().item() == 2
 
 
 def test_more_nodes_than_slots() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from disttensor.runtime.protocol.bundle import PROTOCOL
 from disttensor.runtime.protocol.errors import StartError
-from disttensor.startup import start
+from disttensor.session import meeting
 
 HELLO = SimpleNamespace(protocol=PROTOCOL, job="a job", torch=torch.__version__, python=python_version(), host="a")
 
@@ -37,7 +37,7 @@ class Starting:
         )
         launcher = SimpleNamespace(missing=lambda ranks: state(self.now - 1000.0))
         self.session: Any = SimpleNamespace(link=link, job="a job", launcher=launcher)
-        monkeypatch.setattr(start.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(meeting.time, "monotonic", lambda: self.now)
 
     def _pause(self, seconds: float) -> None:
         self.now += 1.0
@@ -47,7 +47,7 @@ class Starting:
 
     def meet(self, timeout: float) -> float:
         """Returns the seconds that it took."""
-        start.meet(self.session, range(len(self._nodes)), timeout)
+        meeting.meet(self.session, range(len(self._nodes)), timeout)
         return self.now - 1000.0
 
 

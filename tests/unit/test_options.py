@@ -120,6 +120,8 @@ TOGETHER = ["--nnodes", "2", "--master-addr", "a", "--master-port", "29500"]
         (["--nnodes", "2", "--rdzv-endpoint", "a"], "--rdzv-endpoint is HOST:PORT, not 'a'"),
         ([*TOGETHER[:-1], "70000"], "a port is 65535 at most"),
         (["--launcher", "ray", "--nnodes", "1:2"], "Ray is asked for all nodes at once"),
+        (["--launcher", "ray", "-n", "2", "--spares", "1"], "--spares 1: launcher='ray' can't start a node later"),
+        (["--spares", "1", "--process-group"], "--spares is for nodes with a master, and --process-group has none"),
         (["-n", "gpu"], "this machine has no GPU"),
         (["-n", "0"], "a whole number of at least 1 is needed, not '0'"),
         (["--env", "1=2"], "NAME or NAME=VALUE is needed, not '1=2'"),
@@ -150,6 +152,19 @@ def test_contradictions(
     assert err.startswith("dtrun: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_spares_are_places_more(script: str) -> None:
+    """Where hosts are named or join, they are among these: the script begins without them, and is told how many."""
+    for arguments, least, most in (
+        (["-n", "3", "--spares", "1"], 0, 0),
+        (["--hosts", "a:2,b:2", "--spares", "1"], 0, 0),
+        (["--nnodes", "3", "-n", "2", "--spares", "2", "--master-addr", "a", "--master-port", "29500"], 4, 6),
+    ):
+        options = parse([*arguments, script])
+        spec = spec_of(options)
+        assert (spec.least, spec.most) == (least, most)
+        assert for_script(options, spec)["DISTTENSOR_SPARES"] == str(options.spares)
 
 
 def test_every_long_option_has_both_spellings() -> None:

@@ -44,6 +44,7 @@ def of(environment: dict[str, str] | None = None, said: LaunchSpec | None = None
 #: Of each setting: an argument, its variable's text, and what Settings makes of these, of SAID and of nothing.
 CASES: dict[str, tuple[Any, str, Any, Any, Any, Any]] = {
     "nodes": (5, "6", 5, 6, None, None),
+    "spares": (1, "2", 1, 2, 0, 0),
     "backend": ("tcp", "shm", "tcp", "shm", "auto", "auto"),
     "simulate_cuda": (1, "2", 1, 2, 0, 0),
     "bind": ("none", "core", "none", "core", "", ""),
@@ -107,6 +108,20 @@ def test_numbers_are_numbers() -> None:
         if row.number:
             with pytest.raises(ValueError, match=f"{row.variable}='many' is not a number"):
                 of({row.variable: "many"})
+
+
+def test_spares_are_places_more() -> None:
+    """Of nodes that come by themselves as many more may come; who can start none later says so."""
+    where = Rendezvous("tcp", "h", 4000, size=5)
+    for given, least, most in (({}, 4, 4), ({"spares": 1}, 3, 4), ({"nodes": 2, "spares": 1}, 2, 3)):
+        spec = of(where=where, **given).spec
+        assert (spec.least, spec.most) == (least, most)
+    assert of(where=where, nodes=(1, 3), spares=2).spec.most == 5
+    for name in ("inproc", "mpi", "slurm", "ray"):
+        with pytest.raises(ValueError, match=rf"spares=1: launcher='{name}' can't start a node later"):
+            of(launcher=name, spares=1)
+    with pytest.raises(ValueError, match="spares=-1"):
+        of(spares=-1)
 
 
 def test_not_to_encrypt_is_not_the_default() -> None:

@@ -17,10 +17,15 @@ class RankAssignment:
         self.unassigned: dict[int, Start] = {}
         self.pids: dict[int, int] = {}  #: rank -> pid, of those that run
         self._at: dict[int, tuple[Branch, int]] = {}  #: rank -> branch, and its place there
+        self._used: set[tuple[Branch, int]] = set()  #: the places that any rank has had
 
     def ask(self, start: Start) -> None:
         """Adds a node that needs a place."""
         self.unassigned[start.bundle.rank] = start
+
+    def withdraw(self, rank: int) -> bool:
+        """Takes back the wish of a rank for a place; returns whether it had none yet."""
+        return self.unassigned.pop(rank, None) is not None
 
     def branch_of(self, rank: int) -> Branch | None:
         return self._at[rank][0] if rank in self._at else None
@@ -43,7 +48,7 @@ class RankAssignment:
         """Assigns places to the ranks that have none, in their order.
 
         No rank gets a place before there are places for all that begin together, so that it does not matter which host
-        comes first.
+        comes first. Places that no rank has had come first: what a node has died of may be where it was.
         """
         wanted = self.unassigned
         if not wanted or any(len(wanted) + len(self._at) < start.bundle.nodes for start in wanted.values()):
@@ -52,10 +57,11 @@ class RankAssignment:
             return []
         taken = {branch: {slot for at, slot in self._at.values() if at is branch} for branch in branches}
         dealt: list[tuple[Branch, int]] = []
-        for branch in self._in_order(branches):
-            free = [slot for slot in range(branch.slots) if slot not in taken[branch]]
-            for rank in self._choice(branch, sorted(wanted))[: len(free)]:
-                self._at[rank] = branch, free.pop(0)
+        places = [(b, slot) for b in self._in_order(branches) for slot in range(b.slots) if slot not in taken[b]]
+        for branch, slot in sorted(places, key=self._used.__contains__):
+            for rank in self._choice(branch, sorted(wanted))[:1]:
+                self._at[rank] = branch, slot
+                self._used.add((branch, slot))
                 dealt.append((branch, rank))
         return [(branch, self._complete(wanted.pop(rank), branches)) for branch, rank in dealt]
 

@@ -181,6 +181,9 @@ class Root:
                     self._deal()
                 case Kill() | Look():
                     branch = self._seats.branch_of(order.rank)
+                    if isinstance(order, Kill) and self._seats.withdraw(order.rank):
+                        self._up.send_message(Ended(order.rank, 0, 0, "it was not started, as there was no place", ()))
+                        self._tell_capacity()
                     if branch is not None and branch.agent_hello is not None:
                         if isinstance(order, Look):
                             branch.looks[order.rank] += 1
@@ -271,12 +274,16 @@ class Root:
             self._up.send_message(Status((rank,), branch.host, branch.what))
         if self._seats.unassigned and self._starter is not None:
             self._up.send_message(Status(tuple(self._seats.unassigned), "", self._starter.waiting()))
+        self._tell_capacity()
+
+    def _tell_capacity(self) -> None:
         self._up.send_message(Capacity(self._seats.free(self._branches), self._asked))
 
     def _end_node(self, branch: Branch, rank: int) -> None:
         cause, code, tail = branch.gone or ("", 0, ())
         pid = self._seats.leave(rank)
         self._printer.end_node(rank)
+        self._tell_capacity()
         self._up.send_message(Ended(rank, pid, code, cause, tuple(tail), branch.host))
 
     # ---- from host starters ----------------------------------------------------------------------------------------
@@ -369,6 +376,7 @@ class Root:
                 self._printer.end_node(news.rank)
                 if news.code:
                     self._printer.flush()
+                self._tell_capacity()  # before the end: who hears of that may want the place at once
                 self._up.send_message(msgspec.structs.replace(news, host=branch.host))
             case LaunchFailed():
                 self.lost(branch, f"no node can be started there: {news.why}", os.EX_UNAVAILABLE, news.tail)
