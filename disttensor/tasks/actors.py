@@ -340,7 +340,8 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
         self.node = place.node
         self._kind, self._site = kind, site
         self._living = _Living(session, place, kind, announcing)
-        self._given: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps a handle there
+        #: by node and incarnation: the Work of what keeps a handle there
+        self._given: dict[tuple[int, int], Submitted[Any]] = {}
         self._lock = threading.RLock()
         arguments = (kind, args, kwargs, kind.__qualname__, session.places.own_seed(), self._living.key)
         self.ready: ActorWork[None] = self._living.issue(
@@ -361,7 +362,8 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
         if place.session is not living.session:
             raise DisttensorError(f"{self} is of a session that was shut down")
         with self._lock:
-            given = self._given.get(place.node)
+            at = place.node, place.incarnation
+            given = self._given.get(at)
             if given is None:
                 found, site = living.share(), here()
                 living.hand(place.node, 1)
@@ -374,7 +376,7 @@ class Actor(SharedArgument[Any], Counted, Generic[K]):
                 except BaseException:
                     living.hand(place.node, -1)
                     raise
-                self._given[place.node] = given
+                self._given[at] = given
             return shared_objects.get, (given,)
 
     def __getattr__(self, name: str) -> Callable[..., ActorWork[Any]]:

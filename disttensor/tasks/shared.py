@@ -31,7 +31,8 @@ class Ref(SharedArgument[T]):
         self._session = session
         self._lock = threading.RLock()
         self._ready = PickledArguments()
-        self._kept: dict[int, Submitted[Any]] = {}  #: by node: the Work of what keeps it there
+        #: by node and incarnation: the Work of what keeps it there
+        self._kept: dict[tuple[int, int], Submitted[Any]] = {}
 
     def reduce_for(self, place: NodePlace, beside: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """Returns a function and its arguments that give the object on a node, which gets it now if it has not yet,
@@ -39,9 +40,10 @@ class Ref(SharedArgument[T]):
         if place.session is not self._session:
             raise DisttensorError("a Ref is of a session that was shut down; dt.tasks.share(ref.value) makes another")
         with self._lock:
-            kept = self._kept.get(place.node)
+            at = place.node, place.incarnation
+            kept = self._kept.get(at)
             if kept is None:
-                kept = self._kept[place.node] = self._send(place, beside)
+                kept = self._kept[at] = self._send(place, beside)
             return shared_objects.get, (kept,)
 
     def _send(self, place: NodePlace, beside: bool) -> Submitted[Any]:
@@ -53,7 +55,7 @@ class Ref(SharedArgument[T]):
             call.end()
 
     def __repr__(self) -> str:
-        return f"<Ref to a {type(self.value).__qualname__} on nodes {sorted(self._kept)}>"
+        return f"<Ref to a {type(self.value).__qualname__} on nodes {sorted({node for node, _ in self._kept})}>"
 
 
 def share(obj: T, nodes: Iterable[int] | None = None) -> Ref[T]:

@@ -107,6 +107,7 @@ class GroupedChannel(TcpChannel):
         self.mailbox = Mailbox()
         self.rank = context.rank
         self._groups: dict[tuple[int, ...], LibraryGroup] = {}
+        self._ended: set[tuple[int, ...]] = set()  #: those of which a rank has gone since they were made
         self._thrown = weakref.WeakSet[
             LibraryGroup
         ]()  #: groups in which a rank was in trouble; their end may be under way
@@ -136,6 +137,9 @@ class GroupedChannel(TcpChannel):
             return
         self._broke = f"broke {ranks} {number}"
         try:
+            if ranks in self._ended:  # another worker may be in that rank's place by now, and is in no group
+                self._ended.discard(ranks)
+                self.regroup(ranks)
             group = self._groups.get(ranks)
             if group is None:
                 if (lost := self.lost(ranks)) is not None:  # collectives issued behind it are over at once
@@ -193,6 +197,7 @@ class GroupedChannel(TcpChannel):
         self.mailbox.wake()
         for ranks, group in list(self._groups.items()):
             if rank in ranks:
+                self._ended.add(ranks)
                 group.cut()
 
     def _end_threads(self, join: float) -> None:

@@ -101,6 +101,7 @@ class NodeConnection:
         "seen_at",
         "sight",
         "stops",
+        "told_again",
         "unawaited",
     )
 
@@ -132,6 +133,9 @@ class NodeConnection:
         self.knowing: set[int] = set()  #: the nodes that have been told of it, and so are told of its loss
         self.busy = 0.0  #: seconds for which it has worked until its last report, as it says
         self.answered = 0  #: the number of the last request that it has answered
+        #: the numbers of commands behind which it knew of other workers in lost peers' places, with the peers' ranks
+        #: and the former incarnations, the earliest first
+        self.told_again: list[tuple[int, int, int]] = []
         #: what the script was at when it issued a command and those behind it, in words; by the command's number
         self.notes: deque[tuple[int, str]] = deque(maxlen=KEPT)
 
@@ -172,6 +176,10 @@ class NodeConnection:
     def describe(self, description: side.Described, at: float) -> None:
         """Notes a description of itself that it has given at a time."""
         self.described, self.described_at = description, at
+
+    def incarnation_at(self, seq: int, rank: int, now: int) -> int:
+        """Returns which of the workers in a peer's place its command ``seq`` was issued for, where ``now`` is there."""
+        return next((former for number, peer, former in self.told_again if peer == rank and seq < number), now)
 
     @property
     def breakpoint(self) -> StoppedFunction | None:

@@ -126,6 +126,8 @@ class Link(LinkState):
             for other in self.there():
                 if other is not node and other.lost is None:
                     other.outbox.put(c.Again(rank, node.connection.number, before))
+                    until = other.outbox.sent + other.outbox.waiting + len(other.outbox.queue) // 2
+                    other.connection.told_again.append((until, rank, node.connection.number - 1))
             node.resume(before, state)
             self.rouse(outbox)
             for fan_out in fan_outs:

@@ -114,7 +114,9 @@ class Replies:
             if not node.outbox.first <= seq < node.outbox.sent:
                 raise ProtocolError(f"a failure of command {reply.seq}, and {node.outbox.sent} were sent")
             peer = self._nodes[reply.lost] if 0 <= reply.lost < len(self._nodes) else None
-            which = -1 if peer is None else peer.connection.number if reply.incarnation < 0 else reply.incarnation
+            which = -1 if peer is None else reply.incarnation
+            if peer is not None and which < 0:
+                which = node.connection.incarnation_at(seq, peer.rank, peer.connection.number)
             # of what an earlier worker in its own place had, a node may have the loss itself
             own = reply.lost == rank and not 0 <= reply.incarnation < node.connection.number
             if not -1 <= reply.lost < len(self._nodes) or own or (peer is not None and which > peer.connection.number):

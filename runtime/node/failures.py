@@ -75,9 +75,11 @@ def failure_report(
     rank = vars(error).get("rank") if type(error) in _BY_A_LOSS else None
     known = type(rank) is int and (rank in peers or vars(error).get("_by_the_script") is True)
     lost = rank if type(rank) is int and known else -1
+    former = vars(error).get("_incarnation") if lost >= 0 else None
     return c.Failed(
-        number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings, _value(error)
-    )
+        number, op, _clean(kind[:MAX_NAME]), text, _clean(trace[-MAX_TEXT:]), args, lost, holdings, _value(error),
+        former if type(former) is int else -1,
+    )  # fmt: skip
 
 
 def _value(error: Exception) -> bytes:

@@ -458,6 +458,9 @@ class NodeState:
     def note_new_worker(self, command: c.Again) -> None:
         """Notes that another worker is in a lost node's place."""
         self.gone.append((command.before, command.rank, command.incarnation - 1))
+        for pending in self.store.pending.values():  # what has failed is told at its first use
+            if pending.peer == command.rank and pending.former < 0:
+                pending.former = command.incarnation - 1
         if command.rank != self.rank:
             self.channels.forgive(command.rank, command.incarnation)
             self.shared_pages.forget_rank(command.rank)

@@ -20,7 +20,7 @@ import torch
 
 from ..channel.base import Arrival, DataChannel, Transfer
 from ..channel.ticket import Ticket
-from ..protocol.errors import ChannelError, DisttensorError, PoisonedError
+from ..protocol.errors import BrokenError, ChannelError, DisttensorError, PoisonedError
 from ..protocol.failure_ids import Poison
 
 #: When the store has shrunk by so many tensors, the memory that malloc kept of them goes back to the system.
@@ -65,6 +65,7 @@ class Pending:
         self.nbytes = nbytes
         self.device = device
         self.dtype, self.shape = form
+        self.former = -1  #: the incarnation of the peer that was to send it, once another worker is in its place
         self._value: Value | None = None
         self._lock = threading.Lock()
 
@@ -78,7 +79,10 @@ class Pending:
             tensor = self.transfer.tensor
         except ChannelError as e:
             error = e
-            self.channel.blame(e, self.peer)
+            if self.former >= 0 and isinstance(e, BrokenError):
+                e.note_former(self.peer, self.former)
+            else:
+                self.channel.blame(e, self.peer)
         with self._lock:
             if self._value is None:
                 if isinstance(error, PoisonedError):

@@ -205,9 +205,16 @@ class BrokenError(ChannelError):
     ``rank``: the peer that is lost, where that is known to be the reason.
     """
 
+    #: which of the workers in that peer's place it was, where another one has come since
+    _incarnation = -1
+
     def __init__(self, text: str = "", rank: int | None = None) -> None:
         super().__init__(text)
         self.rank = rank
+
+    def note_former(self, rank: int, incarnation: int) -> None:
+        """Notes that it was a former worker in a peer's place that was lost."""
+        self.rank, self._incarnation = rank, incarnation
 
 
 class PoisonedError(ChannelError):

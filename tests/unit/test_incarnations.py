@@ -279,6 +279,19 @@ def test_a_node_names_only_losses_that_can_be(
         assert script.link.failures[rank, seq].incarnation == (1 if incarnation < 0 else incarnation)
 
 
+def test_a_late_report_names_the_loss_of_then(script: Script) -> None:
+    """A command that was issued before the script told of another worker has failed by the loss of the one before."""
+    box = script.link.nodes[0].outbox
+    script.issue(box, c.Free(1, ()))
+    script.lose()
+    script.again()
+    script.issue(box, c.Free(2, ()))
+    for seq, incarnation in ((0, 0), (box.sent - 1, 1)):
+        script.hub.say(0, c.Failed(seq, "a use", "builtins.RuntimeError", "gone", "", lost=1))
+        script.link.replies.drain()
+        assert script.link.failures[0, seq].incarnation == incarnation
+
+
 def test_another_worker_begins_when_the_end_of_the_lost_one_is_told() -> None:
     """And when no order to end the rank is left: it would end the other one."""
     launcher, hub = Told(), FakeHub()
