@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class _Wrapper:
-    """What it takes to make a tensor of others again: where these begin among the leaves, and how many they are."""
+    """A tensor that torch makes of others: the place of these among the leaves, and the way to make it again."""
 
     at: int
     kind: type

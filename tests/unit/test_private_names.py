@@ -62,13 +62,12 @@ PUBLIC = {
 #: Types of PyTorch 0.x, which are at the first level and not in its ``dir``.
 TYPES = {name for name in dt.factories.__all__ if name.endswith("Tensor")}
 
-#: Private names that are torch's, on tensors.
-TORCHS = {"_base", "_grad", "_indices", "_is_view", "_nnz", "_values", "_version"}
+#: Private names that are torch's, on tensors and on its DeviceMesh.
+TORCHS = {"_base", "_flatten", "_unflatten", "_grad", "_indices", "_is_view", "_nnz", "_values", "_version"}
 
 #: Files that reach inside: what internal thing each of them tests. The list only shrinks: one that reaches inside no
 #: more has to leave it.
 INTERNAL: dict[str, str] = {
-    "meshes/test_torch_mesh.py": "torch's DeviceMesh is flattened by a private name, which torch's programs use",
     "faults/test_cancelled.py": "the moment at which a function has been sent behind another one",
     "ops/test_beside.py": "what stands between torch and its own functions: which backwards it takes for ours",
     "tasks/test_edited.py": "Modules: which modules have changed since nodes imported them",
