@@ -373,6 +373,41 @@ PATCHES: tuple[Patch, ...] = (
         f"{_DTENSOR}.placement_types.Shard._maybe_unpad_tensor_with_sizes", f"{_AS_TORCH}.dtensor:without_padding",
         DEVICE_MESH, "a rank's padding is looked up in a list", _NO_RANK,
     ),
+    Patch(
+        f"{_DTENSOR}.placement_types._StridedShard.local_shard_size_and_offset", f"{_AS_TORCH}.dtensor:strided_sizes",
+        DEVICE_MESH, "a rank's entries are looked up in a list", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}.placement_types._StridedShard._select_shard", f"{_AS_TORCH}.dtensor:picking", DEVICE_MESH,
+        "a rank's part is looked up in a list", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}.placement_types._StridedShard._select_split_tensor", f"{_AS_TORCH}.dtensor:picking_parts",
+        DEVICE_MESH, "a rank's part is looked up in a list", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}._utils._compute_local_shape_and_global_offset", f"{_AS_TORCH}.dtensor:shapes_and_offsets",
+        DEVICE_MESH, "where a rank's part starts is looked up in a list", _NO_RANK,
+    ),
+    Patch(
+        f"{_DTENSOR}._nonlinear_redux.compute_local_shape_and_global_offset",
+        f"{_AS_TORCH}.dtensor:offsets_as_tensors", DEVICE_MESH, "where a rank's part starts is added to indices",
+        _NO_RANK, optional=True,
+    ),
+    Patch(
+        f"{_DTENSOR}._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+        f"{_AS_TORCH}.dtensor:on_one_device", DEVICE_MESH,
+        "fake tensors on the type of the mesh's device are on what is current, or on what once was",
+        "a device for a DeviceMesh",
+    ),
+    Patch(
+        f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers", f"{_AS_TORCH}.dtensor:comparing", DEVICE_MESH,
+        "what a rank found goes to the others in a tensor on the type of their device", "a device for a DeviceMesh",
+    ),
+    Patch(
+        "torch.distributed.device_mesh._MeshEnv.num_devices_per_host", f"{_AS_TORCH}.dtensor:devices_per_host",
+        DEVICE_MESH, "nodes on CPUs are no devices that a host has several of", "what a collective costs, by a mesh",
+    ),
     *(
         Patch(
             f"{_DTENSOR}.{module}.mesh_scatter", f"{_AS_TORCH}.dtensor:scattering", DEVICE_MESH,
