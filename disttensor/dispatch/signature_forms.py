@@ -54,7 +54,7 @@ _TEXT = """
 def form(args):
     {names}, = args
     if {conditions}:
-        plan = get((None, {keys}))
+        {looked_up}
         if plan is not None and plan.kind == {kind}:
             out = new_ref()
             call = ({calls},)
@@ -72,6 +72,11 @@ def form(args):
             return result
     return otherwise(args)
 """
+#: The look-up of the plan; where an argument stands in the key that may have no hash, such as a number of ranks, `run`
+#: has the words for it. (A ``try`` is an instruction more.)
+_LOOKED_UP = "plan = get((None, {keys}))"
+_TRIED = f"""try: {_LOOKED_UP}
+        except TypeError: plan = None"""
 _NEW = """meta = plan.shapes
             result = meta.make()
             result._h = Handle(out, meta)"""
@@ -94,10 +99,11 @@ def text_of(letters: str, written: bool) -> str:
     parts = [LETTERS[name] for name in letters]
     names = [{"a": f"a{i}", "h": f"h{i}", "t": f"t{i}"} for i in range(len(letters))]
     said = list(zip(parts, names, strict=True))
+    looked_up = _TRIED if {"L", "S"} & {*letters} else _LOOKED_UP
     return _TEXT.format(
         names=", ".join(each["a"] for each in names),
         conditions=" and ".join(part.condition.format(**each) for part, each in said if part.condition),
-        keys=", ".join(part.key.format(**each) for part, each in said),
+        looked_up=looked_up.format(keys=", ".join(part.key.format(**each) for part, each in said)),
         calls=", ".join(part.call.format(**each) for part, each in said if part.call),
         kind=WRITTEN if written else ONE,
         result=_WRITTEN if written else _NEW,

@@ -210,8 +210,8 @@ class DataParallel(torch.nn.Module):
         """Raises TypeError: the script cuts each batch, so no rank ends before the others."""
         raise TypeError(
             "DataParallel: torch's Join is for ranks that each run out of batches by themselves, and here one script "
-            "cuts each batch for all of them. dt.data.Loader has the last batch, too, and `model.shares = "
-            "loader.counts` weighs ranks that have fewer samples of it"
+            'cuts each batch for all of them. dt.data.distribute(..., uneven="pad") has the last batch, too, and '
+            "`model.shares = loader.counts` weighs ranks that have fewer samples of it"
         )
 
     join_hook = join

@@ -93,7 +93,7 @@ STARTS: dict[str, Mistake] = {
     "a number first": (TypeError, r"not 2; did you mean nodes=2\?", lambda: dt.init_master_worker(2)),
     "nnodes": (TypeError, r"init_master_worker\(\) got .*'nnodes'; did you mean nodes=\?", start(nnodes=2)),
     "backends": (TypeError, r"'backends'; did you mean backend=\?", start(backends="tcp")),
-    "far off": (TypeError, r"'zzz'; it has backend, nodes, init_method", start(zzz=1)),
+    "far off": (TypeError, r"'zzz'; it has backend, nodes, spares, init_method", start(zzz=1)),
     "nodes 0": (ValueError, "nodes=0: at least 1 is needed", start(nodes=0)),
     "nodes -1": (ValueError, "nodes=-1: at least 1 is needed", start(nodes=-1)),
     "nodes text": (TypeError, "nodes is a whole number, or a pair .*, not '4'", start(nodes="4")),

@@ -71,7 +71,7 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x += y": (lambda it: it.plain.add_(it.other), 181),
     "x *= 2": (lambda it: it.plain.mul_(2), 190),
     "x.zero_()": (lambda it: it.plain.zero_(), 153),
-    "a form with a static argument": (lambda it: torch.softmax(it.plain, 0), 202),
+    "a form with a static argument": (lambda it: torch.softmax(it.plain, 0), 203),
     "a form of three": (lambda it: torch.lerp(it.plain, it.other, 0.5), 230),
     "a form in place": (lambda it: it.plain.lerp_(it.other, 0.5), 223),
     "zeros_like": (lambda it: torch.zeros_like(it.plain), 217),
