@@ -99,7 +99,7 @@ def text_of(letters: str, written: bool) -> str:
     parts = [LETTERS[name] for name in letters]
     names = [{"a": f"a{i}", "h": f"h{i}", "t": f"t{i}"} for i in range(len(letters))]
     said = list(zip(parts, names, strict=True))
-    looked_up = _TRIED if {"L", "S"} & {*letters} else _LOOKED_UP
+    looked_up = _TRIED if "L" in letters else _LOOKED_UP
     return _TEXT.format(
         names=", ".join(each["a"] for each in names),
         conditions=" and ".join(part.condition.format(**each) for part, each in said if part.condition),

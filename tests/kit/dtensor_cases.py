@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from zlib import crc32
@@ -75,10 +76,15 @@ class Call:
 
 
 def operators() -> dict[str, Any]:
-    """Those that DTensor has a rule for, by their names."""
+    """Those that DTensor has a rule for, by their names; without inductor's, which are there once that is imported."""
+    later = vars(sys.modules.get("torch._inductor.inductor_prims", types.SimpleNamespace())).values()
+    inductors = {
+        str(value) for value in later if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    }
     rules = DTensor._op_dispatcher.sharding_propagator
     tables = (rules.op_strategy_funcs, rules.op_to_rules, getattr(rules, "op_single_dim_strategy_funcs", {}))
-    return {str(op): op for op in sorted({op for table in tables for op in table}, key=str)}
+    found = sorted({op for table in tables for op in table}, key=str)
+    return {str(op): op for op in found if str(op) not in inductors}
 
 
 def operator(name: str) -> Any:

@@ -71,7 +71,7 @@ OPERATIONS: dict[str, tuple[Callable[[Operands], object], int]] = {
     "x += y": (lambda it: it.plain.add_(it.other), 181),
     "x *= 2": (lambda it: it.plain.mul_(2), 190),
     "x.zero_()": (lambda it: it.plain.zero_(), 153),
-    "a form with a static argument": (lambda it: torch.softmax(it.plain, 0), 203),
+    "a form with a static argument": (lambda it: torch.softmax(it.plain, 0), 202),
     "a form of three": (lambda it: torch.lerp(it.plain, it.other, 0.5), 230),
     "a form in place": (lambda it: it.plain.lerp_(it.other, 0.5), 223),
     "zeros_like": (lambda it: torch.zeros_like(it.plain), 217),
@@ -346,9 +346,17 @@ def test_an_operation_while_a_profile_is_on(operands: Operands, several: bool) -
 def test_a_part_with_a_name_while_a_profile_is_on(operands: Operands) -> None:
     """A step of an optimizer has two, so each of their opcodes counts."""
     recording = Recording(current.session().link)
-    operands.plain * 2
-    assert opcodes(recording.note_edge) == EDGE
-    assert opcodes(recording.note_region, 0.0, "forward") == EDGE + REGION
+
+    def most(function: Callable[..., object], *arguments: object) -> int:
+        """With a command in the queue, which the thread that flushes may take before."""
+        counts = []
+        for _ in range(TIMES):
+            operands.plain * 2
+            counts.append(opcodes(function, *arguments))
+        return max(counts)
+
+    assert most(recording.note_edge) == EDGE
+    assert most(recording.note_region, 0.0, "forward") == EDGE + REGION
 
 
 def test_a_message_that_is_sent_while_a_profile_is_on(operands: Operands) -> None:
