@@ -20,7 +20,7 @@ from ..dispatch.copies import sums_groups
 from ..errors.argument_checks import spelled, whole_number
 from ..futures.listening import GroupEnd
 from ..futures.work import Work
-from ..proxy.proxy import DistributedTensor, where_is
+from ..proxy.proxy import DistributedTensor, refuse_wrapper, where_is
 from ..runtime.collective import ReduceOp, Way
 from ..runtime.master.route import Route, route
 from ..session.current import session_of
@@ -71,6 +71,7 @@ def on_mesh(tensor: Any, what: str) -> MeshPlace:
     place = where_is(tensor)
     # a node has no dims, and so no groups along them
     if not isinstance(place, MeshPlace):
+        refuse_wrapper(tensor, f"{what} with over=")
         where = "a list" if isinstance(tensor, (list, tuple)) else "the script" if place is None else str(place)
         raise TypeError(f"{what} with over= takes a tensor on a mesh, and this is one on {where}")
     return place

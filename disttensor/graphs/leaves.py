@@ -1,4 +1,4 @@
-"""The tensors of arguments and results, at any depth: also those of which torch makes others, such as a DTensor's."""
+"""Takes arguments and results apart into tensors, at any depth; a DTensor into the tensor that it is made of."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 from ..collectives import all_gather, all_reduce
 from ..dispatch.first_call import layout_of, refuse_layout
-from ..proxy.proxy import DistributedTensor, operand_name, where_is
+from ..proxy.proxy import DistributedTensor, operand_name, refuse_wrapper, where_is
 from ..session.places import MeshPlace
 from .mesh import Mesh, place_of
 from .shards import at_rank, together
@@ -141,6 +141,7 @@ def _on_mesh(x: Any, what: str) -> MeshPlace:
     place = where_is(x) if isinstance(x, torch.Tensor) else None
     # only what is on a mesh has shards
     if not isinstance(place, MeshPlace):
+        refuse_wrapper(x, what)
         where = f"a {type(x).__name__}" if not isinstance(x, torch.Tensor) else f"on {place or 'the script'}"
         raise TypeError(f"{what} takes a tensor on a mesh, and this one is {where}")
     return place
@@ -150,6 +151,7 @@ def _check(tensor: Any, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} has to be a tensor, not {type(tensor).__name__}")
     place = where_is(tensor)
+    refuse_wrapper(tensor, what)
     # a rank's shard cannot be a mesh's tensor itself
     if isinstance(place, MeshPlace):
         raise TypeError(f"{what} is on {place} already; x.at(...) is a shard of it")

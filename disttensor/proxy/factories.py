@@ -11,7 +11,7 @@ from ..runtime.process.spelling import shown
 from ..session import current
 from ..session.node_context import current_node, destination
 from ..session.places import MeshPlace, Place
-from .proxy import DistributedTensor
+from .proxy import DistributedTensor, refuse_wrapper
 
 _LEGACY = {
     "FloatTensor": torch.float32,
@@ -121,6 +121,7 @@ def dist_send(
     self: torch.Tensor, node: Any = None, device: str | int | torch.device | None = None, non_blocking: bool = False
 ) -> DistributedTensor:
     """Returns a local tensor's copy on a node. Installed as ``Tensor.dist_send``: torch_backend/naming.py says more."""
+    refuse_wrapper(self, "dist_send")
     place = destination(current.session().places, node, device, _kind(self))
     return self.to(place.device, non_blocking=non_blocking)  # type: ignore[return-value]
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..session.node_context import destination
 from ..session.places import Place
@@ -276,6 +277,21 @@ def where_is(x: object) -> Place | None:
     return tensor._place if isinstance(tensor, DistributedTensor) else None
 
 
+def refuse_wrapper(x: object, what: str) -> None:
+    """Raises TypeError, in words, for a tensor that torch makes of tensors on nodes, such as a DTensor: it is neither
+    the script's nor a remote one itself."""
+    if (
+        isinstance(x, torch.Tensor)
+        and x.device.type == "node"
+        and is_traceable_wrapper_subclass(x)
+        and where_is(x) is None
+    ):
+        raise TypeError(
+            f"{what} does not take a {type(x).__name__}: of a DTensor, x.full_tensor() is the whole on all ranks, and "
+            "x.to_local() each rank's part"
+        )
+
+
 __all__ = [
     "OWN",
     "DistributedTensor",
@@ -285,6 +301,7 @@ __all__ = [
     "method",
     "operand_name",
     "proxy",
+    "refuse_wrapper",
     "set_geometry",
     "where_is",
 ]

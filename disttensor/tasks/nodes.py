@@ -77,8 +77,8 @@ class NodeInfo(dict[str, Any]):
                 dt.nodes()[error.rank].replace()
 
         It *is* the node from then on: devices, meshes, streams, channels and graphs hold, and so do functions and
-        objects that were sent there. Its tensors, its actors and results that were kept there are gone: who reads one
-        gets the NodeLost of then. What is made there from now on is as on any node.
+        objects that were sent there. Its tensors, its actors and results that were kept there are gone: reading one
+        raises the NodeLost of then. New tensors there are as on any node.
 
         A process takes a place that was kept free (``init_master_worker(spares=1)``), one that has joined since, or
         that of the process that has ended. ``timeout`` counts seconds for a place, None: as long as it takes; then it

@@ -1,4 +1,4 @@
-"""What torchrun's ranks have of cases of DTensor's operators, and of programs."""
+"""What torchrun's ranks have of cases of DTensor's operators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A program of torchrun's: what its four ranks have of cases of DTensor's operators, or of programs of
-``parallel_programs`` by their names, which a file has.
+"""A program of torchrun's: what its four ranks have of cases of DTensor's operators, which a file has.
 
 ``torchrun --nproc-per-node 4 dtensor_program.py CASES ANSWERS`` writes ANSWERS.0 to ANSWERS.3. Without torchrun's
 environment it starts the ranks itself, by torchrun's own launcher, as forks of a process that has imported torch.
@@ -14,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import dtensor_cases
-import parallel_programs
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -46,9 +44,6 @@ def main(cases: str, answers: str) -> None:
     found = []
     for i, case in enumerate(torch.load(cases, weights_only=False)):
         torch.manual_seed(0)
-        if isinstance(case, str):
-            found.append([taken(x) for x in parallel_programs.PROGRAMS[case](mesh, torch.device("cpu"))])
-            continue
         found.append(dtensor_cases.answer(case, make, taken))
         count = torch.tensor([i, isinstance(found[-1], dtensor_cases.Refused)])
         dist.all_reduce(count)
@@ -61,6 +56,7 @@ def main(cases: str, answers: str) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         main(*sys.argv[1:])
+        os._exit(0)  # torch may abort while an interpreter with a process group ends (pytorch/pytorch#179291)
     else:
         how = LaunchConfig(
             1, 1, 4, run_id="cases", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",

@@ -1,4 +1,5 @@
-"""A Llama, and single layers, that torch's own parallel styles cut: as torchrun runs them, and on a mesh.
+"""A Llama, and single layers, that torch's own parallel styles cut along a dim of (2, 2) ranks: as torchrun runs them,
+and on a mesh.
 
 ``python parallel_twin.py FILE``, under torchrun with gloo, writes each rank's tensors to ``FILE.RANK``. It imports
 torch only. The Llama's plan is torchtitan's, by its public description.
@@ -33,7 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-RANKS = 2
+RANKS = 4
 VOCABULARY, WIDTH, HEADS, KEYS, HIDDEN, LAYERS = 24, 16, 4, 2, 40, 2
 BATCH, LENGTH, STEPS = 2, 8, 3
 
@@ -300,7 +301,7 @@ def resumed(folder: str, tp: DeviceMesh, plan: str) -> list[torch.Tensor]:
 
 
 def main(path: str, folder: str = "", plan: str = "") -> None:
-    tp = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"]
+    tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     if folder:
         torch.save(resumed(folder, tp, plan), f"{path}.{dist.get_rank()}")
         dist.barrier()

@@ -294,3 +294,22 @@ def odd(m: dt.meshes.Mesh) -> torch.Tensor:
 def test_parts_of_several_sizes_are_refused(grid: dt.meshes.Mesh, make: Callable[[dt.meshes.Mesh], Any]) -> None:
     with pytest.raises(RanksDiffer, match=r"would have parts of .* torch.nn.functional.pad\(x, ...\)"):
         make(grid)
+
+
+OURS: dict[str, Callable[[Any, dt.meshes.Mesh], Any]] = {
+    "dist_send": lambda x, m: x.dist_send(0),
+    "replicate": lambda x, m: dt.meshes.replicate(x, m),
+    "shard": lambda x, m: dt.shard(x, m, dp=0),
+    "from_shards": lambda x, m: dt.meshes.from_shards(m, [x] * len(m)),
+    "all_reduce": lambda x, m: dt.all_reduce(x, over="dp"),
+    "mean": lambda x, m: dt.meshes.mean(x),
+}
+
+
+@pytest.mark.parametrize("call", OURS.values(), ids=OURS)
+def test_functions_of_ours_say_how_they_take_one(
+    grid: dt.meshes.Mesh, call: Callable[[Any, dt.meshes.Mesh], Any]
+) -> None:
+    x = distribute_tensor(torch.arange(8.0).view(4, 2).to(grid.device), grid.torch, [Shard(0), Replicate()])
+    with pytest.raises(TypeError, match=r"does not take a DTensor: .*x.full_tensor\(\) is the whole.*x.to_local\(\)"):
+        call(x, grid)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +11,8 @@ import parallel_twin as twin
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from limits import HANG
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel, zeros
+from torchrun_kit import torchrun
 
 import disttensor as dt
 from disttensor import testing
@@ -32,26 +29,11 @@ def session() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The tensors of each rank of torchrun's, by name."""
-    return torchrun(tmp_path_factory.mktemp("twin") / "found")
-
-
-def torchrun(path: Path, *arguments: object) -> list[Any]:
-    """What each rank of torchrun's has written."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(twin.RANKS)]
-    done = subprocess.run(
-        [*command, twin.__file__, path, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=HANG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(f"{path}.{rank}") for rank in range(twin.RANKS)]
+    return torchrun(twin.__file__, tmp_path_factory.mktemp("twin") / "found", ranks=twin.RANKS)
 
 
 def grid() -> dt.meshes.Mesh:
-    return dt.mesh(tp=twin.RANKS)
+    return dt.mesh(dp=2, tp=2)
 
 
 def place(x: Any) -> Any:
@@ -149,7 +131,7 @@ def test_a_job_of_torchrun_goes_on_and_back(plan: str, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     model, step = trained_to(folder, "tensor parallel")
     losses = [step(*map(place, twin.new_batch())) for _ in range(twin.STEPS)]
-    for rank, theirs in enumerate(torchrun(tmp_path / "found", folder, plan)):
+    for rank, theirs in enumerate(torchrun(twin.__file__, tmp_path / "found", folder, plan, ranks=twin.RANKS)):
         for loss, other in zip(losses, theirs, strict=True):
             torch.testing.assert_close(loss.shards()[rank].cpu(), other, rtol=1e-12, atol=1e-12)  # type: ignore[attr-defined]
     back, optimizer, _ = twin.training(place(twin.new_model()), grid().torch["tp"], plan)

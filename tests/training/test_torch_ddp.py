@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +11,9 @@ from typing import Any
 import ddp_twin as twin
 import pytest
 import torch
-from limits import HANG
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torchrun_kit import torchrun
 
 import disttensor as dt
 from disttensor.errors import DisttensorError
@@ -42,14 +39,7 @@ def session() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The tensors of each rank of torchrun's, by name."""
-    path = tmp_path_factory.mktemp("twin") / "found"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(twin.RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*torchrun, twin.__file__, path], capture_output=True, text=True, env=environment, timeout=HANG, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.load(f"{path}.{rank}") for rank in range(twin.RANKS)]
+    return torchrun(twin.__file__, tmp_path_factory.mktemp("twin") / "found", ranks=twin.RANKS)
 
 
 def grid() -> dt.meshes.Mesh:

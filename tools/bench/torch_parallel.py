@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kit"))
 
 import parallel_twin as twin
 
-PLAN = "loss parallel"
+PLAN, RANKS = "loss parallel", 2
 
 
 def enlarge(options: argparse.Namespace) -> None:
@@ -52,13 +52,13 @@ def rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    tp = init_device_mesh("cpu", (twin.RANKS,), mesh_dim_names=("tp",))["tp"]
+    tp = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"]
     _, _, step = twin.training(twin.new_model(), tp, PLAN)
     x, y = twin.new_batch()
     for _ in range(3):
         step(x, y)
     wall, cpu = measured(lambda: step(x, y), dist.barrier, options.steps)
-    found: list[Any] = [None] * twin.RANKS
+    found: list[Any] = [None] * RANKS
     dist.all_gather_object(found, cpu)
     if dist.get_rank() == 0:
         print(json.dumps([wall, sum(found)]), flush=True)
@@ -68,7 +68,7 @@ def rank(options: argparse.Namespace) -> None:
 
 def under_torchrun(arguments: list[str]) -> tuple[float, float]:
     """Returns the milliseconds of a step of torchrun's, by the clock and of all ranks' CPU."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(twin.RANKS)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, __file__, "--rank", *arguments],
@@ -84,7 +84,7 @@ def under_torchrun(arguments: list[str]) -> tuple[float, float]:
 
 def of_nodes() -> float:
     """Returns the seconds of CPU of all nodes."""
-    return sum(dt.run(time.process_time, node=list(range(twin.RANKS))))
+    return sum(dt.run(time.process_time, node=list(range(RANKS))))
 
 
 def main() -> None:
@@ -105,8 +105,8 @@ def main() -> None:
         known = best.setdefault(name, list(figures))
         best[name] = [min(pair) for pair in zip(known, figures, strict=True)]
 
-    with dt.init_master_worker(nodes=twin.RANKS, threads=1):
-        mesh = dt.mesh(tp=twin.RANKS)
+    with dt.init_master_worker(nodes=RANKS, threads=1):
+        mesh = dt.mesh(tp=RANKS)
         _, _, step = twin.training(twin.new_model().to(mesh.device), mesh.torch["tp"], PLAN)
         x, y = (each.to(mesh.device) for each in twin.new_batch())
         replayed = dt.graphed(step)

@@ -1,7 +1,7 @@
 """Torch's DTensor over a mesh: what its helpers do for one rank, done for all ranks at once.
 
-They take numbers of ranks as they are, but for these: some look a number up in a list, compare it, or have a random
-number generator of a rank.
+Torch's helpers take numbers of ranks as they are, except those here: these look a number up in a list, compare it, or
+keep a random number generator for a rank.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def on_one_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def comparing(original: dict[Any, Any]) -> dict[Any, Any]:
     """Returns DTensor's table of what handles an operator itself, with ``equal``: torch would have a rank compare its
-    parts, and make a tensor of that on the device of its type, which is no mesh."""
+    parts, and make a tensor of that on the device of its type, which is not a mesh."""
     return {**original, torch.ops.aten.equal.default: _equal}
 
 

@@ -17,7 +17,7 @@ from .process_group import MeshGroup
 def cuts_of_dtensor(x: DTensor, what: str) -> Cuts:
     """Returns how the tensor of each rank is a part of a DTensor over a mesh; ``what`` names it in errors.
 
-    Raises TypeError for what is no cut: a Partial, which is not reduced yet; and a cut along a dim without a name.
+    Raises TypeError for a Partial, which is not reduced yet, and for a cut along a dim without a name.
     """
     mesh, shape = x.device_mesh, list(x.shape)
     sharding = [(i, placement) for i, placement in enumerate(x.placements) if not placement.is_replicate()]
@@ -29,7 +29,7 @@ def cuts_of_dtensor(x: DTensor, what: str) -> Cuts:
         # fully_shard of what is cut along tp already: that comes first, though its dim comes later
         behind = [mesh.size(j) for j, other in sharding if j > i and _dim(other) == _dim(placement)]
         if isinstance(placement, _StridedShard) and placement.split_factor != prod(behind):
-            raise TypeError(f"{what} is {placement}, which is no part of a whole in one piece")
+            raise TypeError(f"{what} is {placement}, which is not a part in one piece")
     cuts = []
     for i, placement in sorted(sharding, key=lambda each: isinstance(each[1], _StridedShard)):
         dim: Any = _dim(placement)

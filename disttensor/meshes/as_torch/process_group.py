@@ -104,7 +104,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("node")]
 
     def shutdown(self) -> None:
-        """Does nothing: there are no connections."""
+        """Does nothing: a group of a mesh has no connections."""
 
     # ---- collectives
 
@@ -194,7 +194,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self.reduced(torch.zeros(1, device=self.place.device), "sum")
         return IssuedWork()
 
-    # ---- what there is no tensor of all ranks for
+    # ---- calls that differ between ranks
 
     def send(self, *args: Any) -> NoReturn:
         self._refuse("send")
@@ -214,8 +214,8 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         self._refuse("split_group")
 
     def _get_backend(self, device: torch.device) -> NoReturn:
-        """Raises TypeError: there is no backend below it, which torch asks for to split it, to make it smaller, or for
-        memory of its own."""
+        """Raises TypeError: the group has no backend. Torch asks for one to split a group, to make it smaller, or to
+        give it memory of its own."""
         raise TypeError(
             "torch.distributed.split_group, and what else asks for the backend below a process group, such as for "
             f"memory of its own, is for one rank, and the script calls for all ranks of {self.place} at once: "

@@ -1,6 +1,6 @@
 """Numbers that ranks have each its own of, such as their coordinates, where torch's functions ask for one integer.
 
-The script is no rank. An int would be that of rank 0 for all, silently, so what torch gets is a ``torch.SymInt``, whose
+The script is not a rank. An int would be that of rank 0 for all, silently, so torch gets a ``torch.SymInt``, whose
 node has the number of each rank: sums and products of it are such numbers again, and plain ones where all ranks agree.
 What needs one number of ranks that differ (``if``, ``==`` there, an index, a range) raises RanksDiffer; hashing is
 torch's TypeError. Torch's LocalIntNode will not do: with that ``s == 0`` is False and ``bool(s)`` True for all.

@@ -44,7 +44,7 @@ def table(place: MeshPlace, numbers: Sequence[Number]) -> Any:
     key = place, tuple(numbers)
     found = _tables.get(key)
     if found is None:
-        token = route.set(Route(route.get().streams))  # it is no part of a graph that is recorded, and stays
+        token = route.set(Route(route.get().streams))  # outside of a graph that is recorded, as it stays
         try:
             found = together(place, [torch.tensor(number, device="cpu") for number in numbers])
         finally:
@@ -166,7 +166,7 @@ def _begin_backward() -> None:
 
 
 def _backward(forward: OpEntry, entry: OpEntry, args: Any, kwargs: Any) -> Any:
-    """Returns the gradient of what a view is of: zero but for that view."""
+    """Returns the gradient of a view's base: zero except in the view."""
     grad, sizes, *where = args
     if all(numbers_of(value) is None for value in where):
         return run_ordinary(entry, args, kwargs, None)
